@@ -8,7 +8,7 @@ PROJECTS := pyproject.toml research/pyproject.toml benchmarks/pyproject.toml \
 CODE := src benchmarks research tests scripts
 TRAIN_ARGS ?=
 
-.PHONY: train test check first-hour test-gpu bench-gpu interleavings lint types house docs pages pictures families release clean
+.PHONY: train test check first-hour torch-versions test-gpu bench-gpu interleavings lint types house docs pages pictures families release clean
 
 train: $(VENV)/.installed
 	$(BIN)/atom train $(TRAIN_ARGS)
@@ -41,6 +41,12 @@ first-hour:
 # One command for whoever has a GPU; skips cleanly without one.
 test-gpu: $(call GPU_READY,.installed-dev)
 	$(GPU_PYTHON) -m pytest tests -m gpu
+
+# The fast tests and the golden ones with other versions, each in an environment of its own under
+# .torch-versions; TORCH_VERSIONS_ARGS="--torch 2.14.1 --python python3.12" chooses.
+TORCH_VERSIONS_ARGS ?=
+torch-versions:
+	$(PYTHON) scripts/torch-versions $(TORCH_VERSIONS_ARGS)
 
 # What there is to measure on a GPU, into benchmarks/results: against others and resident training
 # under caps that stand for small cards, and a 7B model.
@@ -120,4 +126,4 @@ $(VENV)/.installed-dev: $(VENV)/bin/pip $(PROJECTS) constraints.txt
 	touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .torch-versions .mypy_cache .ruff_cache .pytest_cache .hypothesis

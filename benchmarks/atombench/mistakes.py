@@ -50,7 +50,6 @@ MISTAKES = (
     Mistake((*_TINY, "--optimizer", "adam"), "Did you mean 'adamw'?"),
     Mistake((*_TINY, "--precision", "fp31"), "Did you mean 'fp32'?"),
     Mistake((*_TINY, "--gradient-dtype", "float23"), "Did you mean 'float32'?"),
-    Mistake((*_TINY, "--device", "emulated", "--compile"), "leave --compile out"),
     Mistake((*_TINY, "--no-profile", "--profile-again"), "leave one of them out"),
     Mistake((*_TINY, "--schedule", "cosin"), "Did you mean 'cosine'?"),
     Mistake((*_TINY, "--device", "emulted"), "Did you mean 'emulated'?"),

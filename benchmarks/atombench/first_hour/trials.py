@@ -141,9 +141,6 @@ def timeline(order: PartOrder) -> Result:
         if name == "tight":
             assert tight is not None
             case = dataclasses.replace(setup, device_memory=tight)
-        elif name == "compiled" and order.device != "cuda":
-            # The emulated device sees no compiled operations; the host runs the same code.
-            case = dataclasses.replace(setup, device="cpu")
         try:
             found, least_bytes = _recorded(case, compiled=name == "compiled")
         except Exception as error:

@@ -15,6 +15,7 @@ from atomtrain.analysis.head.head import split_head, split_head_as_needed
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.analysis.layers.checking import check_chain
 from atomtrain.analysis.layers.trace import Loss, MicroBatch, Traced, chain_of
+from atomtrain.engine.calibration.compiled_costs import with_compiled_costs
 from atomtrain.engine.calibration.disk_profile import disk_rates
 from atomtrain.engine.calibration.machines import Overhead, emulated_overhead
 from atomtrain.engine.calibration.profile_cache import machine_key
@@ -180,15 +181,17 @@ def _open(
         if options.head_pieces == "auto":
             chain = split_head_as_needed(chain, costs, opened.torch_device)
             costs = layer_costs(chain, inputs, opened.torch_device)
+        if options.compile:
+            chain, costs = with_compiled_costs(
+                compiled(chain, costs, opened.torch_device), costs, inputs, opened
+            )
         profile = take_profile(
             opened, chain, costs, inputs, measured_overhead, measure=options.profile
         )
-        if options.compile:
-            chain = compiled(chain, costs)
         made = optimizer_of(chain, optimizer)
         machine = machine_of_all(_machine_with_disk(profile.machine, chain, options), devices)
         states = None if options.disk is None else states_of(made)
-        on_gpu = opened.torch_device.type == "cuda"
+        on_gpu = opened.torch_device.type != "cpu"
         taken = update_model(made, chain, on_gpu=on_gpu)
         if options.profile:
             key = machine_key(opened)

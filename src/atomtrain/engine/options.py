@@ -93,7 +93,7 @@ class Options:
     )
     compile: bool = option(
         False,
-        "Compile each kind of layer once with torch.compile, on cuda and cpu; on cpu that needs a "
+        "Compile each kind of layer once with torch.compile: for a GPU by Triton, for the CPU by a "
         "C++ compiler (g++ or clang++). The last bits of the result differ from those without it.",
         "",
     )

@@ -152,7 +152,7 @@ def gpu(name: str) -> Gpu:
 
 def gpu_reported_as(name: str) -> Gpu | None:
     """Return the GPU that the driver calls so, or `None` if it is not in the catalogue."""
-    short = name.removeprefix("NVIDIA ")
+    short = name.removeprefix("NVIDIA ").removeprefix("AMD ")
     return next((card for card in GPUS.values() if short in card.reported_as), None)
 
 

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import atomtrain
-from atomtrain.engine.execution.compiled import compiled
+from atomtrain.analysis.costs.costs import layer_costs
+from atomtrain.analysis.layers.trace import chain_of
+from atomtrain.engine.execution.compiled import CACHE_VARIABLE, CompiledLayer, compiled
+from atomtrain.engine.execution.offload import Offload
 from atomtrain.errors import ConfigError
+from atomtrain.planning.plan.shape import Activation, Shape
+from tests.support.own_backward import own_backward
+from tests.support.planning_models import use_shape
 from tests.support.reference import assert_equal_training, train, twin
-from tests.support.swapped import adamw, gpt, token_batches
+from tests.support.swapped import adamw, deep_gpt, gpt, random_delays, swap, token_batches
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
+PARTITIONED = "aot_eager_decomp_partition"
+"""Divides forward and backward and chooses what is saved as the real compiler does, and needs no
+compiler for what is left."""
+COMPILER = os.environ.get("CXX", "g++")
+COMPILING = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"there is no {COMPILER}"),
+]
+BACKENDS = [PARTITIONED, pytest.param("inductor", marks=COMPILING)]
+MIXED: tuple[Activation, ...] = ("offload", "recompute", "keep")
+BOUNDS = (0, 1, 3, 4)
 
 
 def opened(model: nn.Module, example: Any, device: str, **options: Any) -> atomtrain.Engine:
@@ -29,6 +51,15 @@ def opened(model: nn.Module, example: Any, device: str, **options: Any) -> atomt
     )
 
 
+@pytest.fixture(autouse=True)
+def _compiler_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave to other tests nothing that was compiled here, and to the user no cache."""
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Run what would be compiled operation by operation; list what was handed over."""
@@ -38,12 +69,36 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         handed.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(
-        "atomtrain.engine.api.compiled", lambda chain, costs: compiled(chain, costs, backend)
-    )
-    monkeypatch.setenv("CXX", sys.executable)  # any program: none is needed here
-    torch._dynamo.reset()
+    use_backend(monkeypatch, backend)
     return handed
+
+
+def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    """Let engines compile by another backend of `torch.compile`."""
+    monkeypatch.setattr("atomtrain.engine.api.compiled", lambda *given: compiled(*given, backend))
+    if backend != "inductor":
+        monkeypatch.setenv("CXX", sys.executable)  # any program: none is needed here
+
+
+def use_waiting(monkeypatch: pytest.MonkeyPatch, mix: tuple[Activation, ...]) -> None:
+    """Let graphs of the segments below the last one wait in these ways."""
+    shape = Shape(BOUNDS, (*BOUNDS, 5), 2, 2, activations=(*mix, "recompute"))
+    use_shape(monkeypatch, shape)
+
+
+def resident(
+    model: nn.Module, steps: list[list[dict[str, Tensor]]], backend: str
+) -> tuple[list[float], torch.optim.Optimizer]:
+    """Train a model whose layers are compiled by an ordinary loop; return the losses."""
+    traced = chain_of(model, steps[0][0], None, None)
+    costs = layer_costs(traced.chain, traced.bind(steps[0][0]))
+    chain = compiled(traced.chain, costs, torch.device("cpu"), backend)
+    optimizer = adamw(model.parameters())
+
+    def loss_of(_: nn.Module, micro_batch: Any) -> Tensor:
+        return chain.loss_of(traced.bind(micro_batch))
+
+    return train(model, steps, optimizer, loss_of), optimizer
 
 
 def test_a_deeper_model_compiles_no_more(graphs: list[Any]) -> None:
@@ -52,25 +107,142 @@ def test_a_deeper_model_compiles_no_more(graphs: list[Any]) -> None:
         torch.manual_seed(0)
         model, steps = gpt(tied=False, layers=layers), token_batches(2)
         reference = twin(model)
-        resident = adamw(reference.parameters())
-        expected = train(reference, steps, resident)
+        optimizer = adamw(reference.parameters())
+        expected = train(reference, steps, optimizer)
         torch._dynamo.reset()
         graphs.clear()
         with opened(model, steps[0][0], "cpu", micro_batches=2, segments=layers + 2) as engine:
             assert [engine.step(step) for step in steps] == expected
-            assert_equal_training(engine, reference, resident)
+            assert_equal_training(engine, reference, optimizer)
         counts.append(len(graphs))
-    assert counts[0] == counts[1]
-    assert counts[0] <= 2 * 3, "embedding, block and head, with and without gradients"
+    assert counts == [2, 2], "block and head, whether with or without gradients"
 
 
 @pytest.mark.parametrize(
-    ("device", "why"),
-    [("emulated", "leave compile out"), ("cpu", "there is no no-such-compiler; install it")],
+    ("mix", "backend"),
+    [
+        (MIXED, PARTITIONED),
+        *(
+            pytest.param(mix, "inductor", marks=COMPILING)
+            for mix in (("recompute",) * 3, ("keep",) * 3, ("offload",) * 3, MIXED)
+        ),
+    ],
 )
-def test_where_nothing_can_be_compiled(
-    monkeypatch: pytest.MonkeyPatch, device: str, why: str
+def test_every_way_to_wait_has_the_bits_of_a_resident_loop(
+    monkeypatch: pytest.MonkeyPatch, mix: tuple[Activation, ...], backend: str
 ) -> None:
+    model, steps = deep_gpt(0.2, tied=False), token_batches(2, steps=2)
+    reference = twin(model)
+    state = torch.get_rng_state()
+    expected, optimizer = resident(reference, steps, backend)
+    torch.set_rng_state(state)
+    torch._dynamo.reset()
+    use_waiting(monkeypatch, mix)
+    use_backend(monkeypatch, backend)
+    example = steps[0][0]
+    inject = random_delays(1)
+    with swap(model, example, micro_batches=2, compile=True, inject=inject) as engine:
+        assert [engine.step(step) for step in steps] == expected
+        assert_equal_training(engine, reference, optimizer)
+        assert engine.device.peak_bytes() <= engine.plan.device_peak_bytes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_planned_to_leave_is_what_compiled_code_saves(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    sent: list[int] = []
+    send = Offload.send
+
+    def counting(self: Offload, storage: torch.UntypedStorage) -> Any:
+        sent.append(storage.nbytes())
+        return send(self, storage)
+
+    monkeypatch.setattr(Offload, "send", counting)
+    use_waiting(monkeypatch, ("recompute", "offload", "recompute"))
+    use_backend(monkeypatch, backend)
+    model, (step,) = deep_gpt(0.2, tied=False), token_batches(1, steps=1)
+    with swap(model, step[0], compile=True) as engine:
+        block = engine.planner.costs.layers[1].saved
+        engine.step(step)
+        assert not engine.planner.costs.remakes
+    # Two blocks; the value between them is saved by one of them or both.
+    value_bytes = step[0]["input_ids"].numel() * 16 * 4
+    values = sum(sent) - 2 * block.sent_bytes
+    assert values in (value_bytes, 2 * value_bytes)
+
+
+class _Watching(TorchDispatchMode):
+    """Takes note of each operation that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_watches_operations_does_not_hinder_compiling() -> None:
+    example = torch.ones(2, 4)
+    traced = chain_of(nn.Sequential(nn.Linear(4, 4)), example, torch.sum, None)
+    inputs = traced.bind(example)
+    costs = layer_costs(traced.chain, inputs)
+    handed: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        handed.append(graph)
+        return graph.forward
+
+    chain = compiled(traced.chain, costs, torch.device("cpu"), backend)
+    with torch.no_grad(), _Watching() as watching:
+        chain.loss_of(inputs)
+    assert len(handed) == len([layer for layer in chain.layers if isinstance(layer, CompiledLayer)])
+    assert "aten.addmm.default" not in watching.seen
+
+
+def test_on_the_host_of_a_gpu_layers_run_operation_by_operation() -> None:
+    example = torch.ones(2, 4)
+    traced = chain_of(nn.Sequential(nn.Linear(4, 4)), example, torch.sum, None)
+    inputs = traced.bind(example)
+    costs = layer_costs(traced.chain, inputs)
+    chain = compiled(traced.chain, costs, torch.device("cuda"))
+    assert isinstance(chain.layers[0], CompiledLayer)
+    assert torch.equal(chain.loss_of(inputs), traced.chain.loss_of(inputs))
+
+
+def test_a_function_with_a_backward_of_its_own_runs_as_it_is(
+    graphs: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    case = own_backward(3)
+    reference, batches = twin(case.model), [[case.draw()] for _ in range(2)]
+    optimizer = adamw(reference.parameters())
+    expected = train(reference, batches, optimizer, lambda model, batch: model(**batch)["loss"])
+    with swap(case.model, batches[0][0], segments=3, compile=True) as engine:
+        assert [engine.step(step) for step in batches] == expected
+        assert_equal_training(engine, reference, optimizer)
+    assert "has a torch.autograd.Function, so it is not compiled" in caplog.text
+    assert not any(isinstance(layer, CompiledLayer) for layer in engine.planner.chain.layers[:3])
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.usefixtures("graphs")
+def test_what_is_compiled_is_kept_in_the_users_cache(
+    monkeypatch: pytest.MonkeyPatch, own: bool, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if own:
+        monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "elsewhere"))
+    with opened(gpt(), token_batches(1)[0][0], "cpu"):
+        expected = tmp_path / ("elsewhere" if own else "atomtrain/compiled")
+        assert os.environ[CACHE_VARIABLE] == str(expected)
+
+
+@pytest.mark.parametrize("device", ["emulated", "cpu"])
+def test_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match="there is no no-such-compiler; install it"):
         opened(gpt(), token_batches(1)[0][0], device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from atomtrain.engine.devices import cuda, pinning
 from atomtrain.engine.devices.cuda import CudaDevice
 from atomtrain.engine.devices.cuda_memory import (
     Caps,
+    library_bytes,
     split_of,
     use_expandable_segments,
     workspace_bytes,
@@ -59,6 +61,17 @@ def test_a_cap_of_the_caller_is_there_again(fractions: dict[int, float]) -> None
     caps.remove(1, 900)
     caps.remove(1, 900)
     assert fractions == {0: 1.0, 1: 0.5}
+
+
+def test_on_rocm_a_workspace_under_amds_name_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch looks for cuBLAS's name first, so that must not be set then."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setenv("HIPBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    assert library_bytes() == workspace_bytes(":16:8")
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    monkeypatch.setattr("torch.version.hip", None)
+    assert library_bytes() == workspace_bytes(os.environ["CUBLAS_WORKSPACE_CONFIG"])
 
 
 def test_both_computing_threads_have_a_workspace() -> None:

@@ -115,6 +115,7 @@ def test_a_workspace_in_which_cublas_adds_in_any_order_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setenv(WORKSPACE, ":4096:2:16:8")
     with (
         pytest.raises(ConfigError, match="unset it, or set it to :4096:8 or :16:8"),
@@ -125,6 +126,10 @@ def test_a_workspace_in_which_cublas_adds_in_any_order_is_refused(
         monkeypatch.setenv(WORKSPACE, fixed)
         with deterministic():
             assert state() == ON
+    monkeypatch.setenv(WORKSPACE, ":4096:2:16:8")
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    with deterministic():
+        pass  # AMD's library is told by PyTorch itself
 
 
 def test_the_command_line_has_it() -> None:

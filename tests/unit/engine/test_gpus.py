@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from atomtrain.engine.calibration.machines import catalogue_gpu
-from atomtrain.engine.devices import devices, gpus
+from atomtrain.engine.devices import gpus
 from atomtrain.engine.devices.devices import open_device
 from atomtrain.errors import ConfigError
 
@@ -143,7 +145,8 @@ def test_auto_says_why_it_does_not_take_the_gpu(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(devices, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(gpus, "AMD_DRIVER", tmp_path / "kfd")
     open_device("auto").close()
     assert caplog.messages == [], "there is no driver, so nobody expects a GPU"
     (tmp_path / "version").touch()
@@ -151,3 +154,58 @@ def test_auto_says_why_it_does_not_take_the_gpu(
     open_device("auto").close()
     [told] = caplog.messages
     assert told.startswith("training on the emulated device, without the GPU: the NVIDIA driver is")
+
+
+def test_amds_driver_without_a_torch_for_it(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(gpus, "AMD_DRIVER", tmp_path)
+    assert gpus.driver_is_there()
+    assert "is built without ROCm; install one built for it (https" in refusal()
+
+
+def test_a_torch_for_amds_gpus(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    assert gpus.runtime() == "ROCm 7.0"
+    driver.failure = RuntimeError("No HIP GPUs are available")
+    assert "No HIP GPUs are available; rocm-smi must list the card" in refusal()
+    driver.failure, driver.count, driver.name = None, 1, "AMD Radeon RX 7900 XTX"
+    driver.free_bytes, driver.total_bytes = 4 * GIB, 24 * GIB
+    assert "end them (rocm-smi lists them)" in refusal(memory="20GiB")
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("AMD Radeon RX 7900 XTX", "rx-7900-xtx"),
+        ("AMD Instinct MI250X/MI250", "mi250"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_amds_gpus_are_in_the_catalogue(name: str, entry: str) -> None:
+    device: Any = SimpleNamespace(name=name)
+    assert catalogue_gpu(device).name == entry
+
+
+@pytest.mark.parametrize(
+    ("architecture", "native"),
+    [
+        ("gfx90a:sramecc+:xnack-", True),
+        ("gfx942", True),
+        ("gfx1100", True),
+        ("gfx906:sramecc+:xnack-", False),
+        ("gfx1030", False),
+    ],
+)
+def test_which_of_amds_gpus_multiply_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, native: bool
+) -> None:
+    """Their compute capabilities do not tell: that of gfx906 and of gfx90a is 9.0."""
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    properties = SimpleNamespace(gcnArchName=architecture)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
+    assert gpus.multiplies_bfloat16(0) is native
+    assert not gpus.multiplies_tf32(0)

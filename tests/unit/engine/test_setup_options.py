@@ -30,7 +30,7 @@ def operation_by_operation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run what would be compiled as it is: tests need no C++ compiler."""
     monkeypatch.setattr(
         "atomtrain.engine.api.compiled",
-        lambda chain, costs: compiled(chain, costs, lambda graph, _: graph.forward),
+        lambda *given: compiled(*given, lambda graph, _: graph.forward),
     )
     torch._dynamo.reset()
     yield
@@ -75,7 +75,10 @@ def test_compiled_layers_train_the_same_model() -> None:
     assert loss_of(options_of(compile=True)) == pytest.approx(loss_of(options_of()), rel=1e-3)
 
 
-def test_the_emulated_device_refuses_before_the_model_is_made() -> None:
+def test_a_missing_compiler_is_told_before_the_model_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
     options = TrainOptions(model="tiny", device="emulated", compile=True, data=(setup.__file__,))
     with pytest.raises(ConfigError, match="leave compile out"):
         setup.open_session(options)

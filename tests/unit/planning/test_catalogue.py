@@ -46,7 +46,7 @@ def test_a_gpu_is_plausible_and_has_sources(name: str) -> None:
         assert source.url.startswith("https://")
         assert 2012 <= source.year <= 2026
         assert source.title
-    assert 8 * GIB <= card.memory_bytes <= 141 * GIB
+    assert 8 * GIB <= card.memory_bytes <= 192 * GIB
     assert 2e11 < card.memory_bytes_per_s < 1e13
     assert card.pcie_generation in (3, 4, 5)
     assert card.pcie_lanes in (8, 16)

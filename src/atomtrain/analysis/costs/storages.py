@@ -100,6 +100,11 @@ class StorageTracker(TorchDispatchMode):
         # Nothing is compiled under it, and the wrapper would cost as much as the counting.
         return False
 
+    @property
+    def counts(self) -> bool:
+        """Whether what is allocated now is counted."""
+        return not self._ignoring
+
     def reset_peak(self) -> None:
         """Start a new peak from what is alive now."""
         self.peak_bytes = self.live_bytes
@@ -124,6 +129,14 @@ class StorageTracker(TorchDispatchMode):
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if self._on_growth is not None:
             self._on_growth(self.live_bytes, n_bytes, operation)
+
+    def expect(self, n_bytes: int, operation: str) -> None:
+        """Count, for this moment alone, what an operation will take inside."""
+        with self._lock:
+            live_bytes = self.live_bytes + n_bytes
+            self.peak_bytes = max(self.peak_bytes, live_bytes)
+        if self._on_growth is not None:
+            self._on_growth(live_bytes, n_bytes, operation)
 
     def _release(self, dead: _Counted) -> None:
         with self._lock:

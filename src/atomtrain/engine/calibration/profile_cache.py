@@ -26,6 +26,7 @@ from atomtrain.analysis.costs.costs import LayerCost, ValueSpec
 from atomtrain.analysis.costs.profile import LayerTime, check_time
 from atomtrain.analysis.layers.chain import Layer
 from atomtrain.engine.devices.device import Device
+from atomtrain.engine.devices.gpus import capability, runtime
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.errors import AtomError
 from atomtrain.files import default_cache, replacing
@@ -53,7 +54,7 @@ def profile_folder() -> Path:
 def machine_key(device: Device) -> dict[str, Any]:
     """Return everything that measured times depend on beside the layer."""
     link = device.link_bytes_per_s if isinstance(device, EmulatedDevice) else None
-    on_gpu = device.torch_device.type == "cuda"
+    found = capability(device.torch_device)
     return {
         "host": platform.node(),
         "processor": platform.machine(),
@@ -62,8 +63,8 @@ def machine_key(device: Device) -> dict[str, Any]:
         "link_bytes_per_s": link,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "cuda": torch.version.cuda if on_gpu else None,
-        "capability": list(torch.cuda.get_device_capability(device.torch_device)) if on_gpu else [],
+        "runtime": runtime() if found is not None else None,
+        "capability": list(found or ()),
         "precision": torch.get_float32_matmul_precision(),
         "core": fingerprint() if core() is not None else None,
     }
@@ -105,7 +106,9 @@ def layer_key(layer: Layer, cost: LayerCost, values: Mapping[str, ValueSpec]) ->
     ]
     costs = (cost.forward_flops, cost.backward_flops, cost.kept_bytes, cost.graph_bytes)
     module = layer.module
-    said = (type(module).__qualname__, repr(module), getattr(module, "code", ""))
+    said = (
+        type(layer).__name__, type(module).__qualname__, repr(module), getattr(module, "code", "")
+    )  # fmt: skip
     return hashlib.sha256(repr((said, tensors, specs, costs)).encode()).hexdigest()[:32]
 
 

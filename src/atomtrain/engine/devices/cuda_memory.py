@@ -14,9 +14,13 @@ from typing import NamedTuple
 
 import torch
 
+from atomtrain.engine.devices.gpus import on_rocm
+
 _CUBLAS_WORKSPACE = ":4096:8"
 """The same everywhere: eight buffers of 4 MiB, what PyTorch takes on Hopper, and with which cuBLAS
 adds in the same order each time."""
+_WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG")
+"""In the order in which PyTorch looks for them: the later ones on ROCm only."""
 _COMPUTING_THREADS = 2
 """The caller's, and autograd's for backward: each has a handle of cuBLAS with its own workspace."""
 _BESIDE_BYTES = 8 << 20
@@ -52,8 +56,12 @@ def split_of(budget_bytes: int, total_bytes: int) -> Split:
 
 def library_bytes() -> int:
     """Return what libraries keep of a GPU's budget; from now on cuBLAS's workspace is that."""
-    # Read when cuBLAS is first used.
-    return workspace_bytes(os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE))
+    # Read when cuBLAS (on AMD's GPUs hipBLAS) is first used.
+    names = _WORKSPACES if on_rocm() else _WORKSPACES[:1]
+    chosen = next((os.environ[name] for name in names if os.environ.get(name)), None)
+    if chosen is None:
+        chosen = os.environ[_WORKSPACES[0]] = _CUBLAS_WORKSPACE
+    return workspace_bytes(chosen)
 
 
 def workspace_bytes(config: str) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from atomtrain.engine.devices.cuda import CudaDevice
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.device_names import parse_device, parse_devices
-from atomtrain.engine.devices.gpus import DRIVER, gpus, why_none
+from atomtrain.engine.devices.gpus import driver_is_there, gpus, why_none
 from atomtrain.engine.devices.host_budget import host_memory
 from atomtrain.engine.devices.processor import EmulatedDevice, HostDevice
 from atomtrain.engine.devices.streams import Inject
@@ -39,7 +39,7 @@ def open_device(
     kind = found.kind
     if kind == "auto":
         kind = "cuda" if gpus() else "emulated"
-        if kind == "emulated" and DRIVER.exists():
+        if kind == "emulated" and driver_is_there():
             _logger.warning("training on the emulated device, without the GPU: %s", why_none())
     if kind == "cuda":
         return CudaDevice(found.number, memory_bytes, inject)

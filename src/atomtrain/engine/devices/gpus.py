@@ -1,4 +1,7 @@
-"""Which GPUs can be used, and if one cannot, why, and what to do about it."""
+"""Which GPUs can be used, what they can do, and if one cannot be used, why, and what to do.
+
+A torch that is built for ROCm calls AMD's GPUs `cuda` too; what differs is told apart here.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,12 @@ from atomtrain.units import format_bytes
 
 DRIVER = Path("/proc/driver/nvidia/version")
 """There where an NVIDIA driver is loaded."""
+AMD_DRIVER = Path("/dev/kfd")
+"""There where AMD's driver offers a GPU for computing."""
+_TENSOR_CAPABILITY = (8, 0)
+"""From here on NVIDIA's GPUs multiply bfloat16 and TF32 in hardware (Ampere, 2020)."""
+_WITHOUT_BFLOAT16 = ("gfx8", "gfx900", "gfx906", "gfx10")
+"""AMD's architectures that only emulate it: before CDNA, and RDNA before its third generation."""
 _EMULATED = "Without a GPU use --device emulated:4GiB/s"
 _FREE_SHARE = 0.9
 """Of what is free now: the default budget."""
@@ -24,6 +33,11 @@ def gpus() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `why_none` says it in one line
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def names_gpu(device: str) -> bool:
+    """Return whether what `--device` says is a GPU."""
+    return device.startswith("cuda") or (device == "auto" and gpus() > 0)
 
 
 def require_gpu(index: int) -> None:
@@ -49,13 +63,57 @@ def require_gpu(index: int) -> None:
     )
 
 
+def capability(device: torch.device | int) -> tuple[int, int] | None:
+    """Return a GPU's compute capability; `None` of what is not a GPU."""
+    if isinstance(device, torch.device) and device.type != "cuda":
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def on_rocm() -> bool:
+    """Return whether GPUs are AMD's."""
+    return torch.version.hip is not None
+
+
+def runtime() -> str | None:
+    """Return what torch is built to reach GPUs by, such as `CUDA 13.0` or `ROCm 7.0`."""
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    return None if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+
+
+def multiplies_bfloat16(device: torch.device | int) -> bool:
+    """Return whether a GPU multiplies bfloat16 in hardware."""
+    if on_rocm():
+        architecture = str(torch.cuda.get_device_properties(device).gcnArchName)
+        return not architecture.startswith(_WITHOUT_BFLOAT16)
+    found = capability(device)
+    return found is not None and found >= _TENSOR_CAPABILITY
+
+
+def multiplies_tf32(device: torch.device | int) -> bool:
+    """Return whether torch can have a GPU multiply float32 as TF32."""
+    return not on_rocm() and multiplies_bfloat16(device)
+
+
+def driver_is_there() -> bool:
+    """Return whether this machine has a GPU's driver, whether torch can use it or not."""
+    return DRIVER.exists() or AMD_DRIVER.exists()
+
+
+def listing() -> str:
+    """Return the command that lists GPUs and what uses them."""
+    return "rocm-smi" if on_rocm() else "nvidia-smi"
+
+
 def why_none() -> str:
     """Return why no GPU can be used, and what to do, as a part of a sentence."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    built = torch.version.cuda
+    built = runtime()
     if built is None:
+        wanted = "ROCm" if AMD_DRIVER.exists() and not DRIVER.exists() else "CUDA"
         return (
-            f"torch {torch.__version__} is built without CUDA; install one built for it "
+            f"torch {torch.__version__} is built without {wanted}; install one built for it "
             "(https://pytorch.org/get-started/locally)"
         )
     if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
@@ -70,8 +128,14 @@ def why_none() -> str:
         version = int(found[1]) if found else 0
         has = f", this one has {version // 1000}.{version % 1000 // 10}" if version else ""
         return (
-            f"the NVIDIA driver is too old: torch {torch.__version__} needs one for CUDA "
+            f"the NVIDIA driver is too old: torch {torch.__version__} needs one for "
             f"{built}{has}; update the driver, or install an older torch"
+        )
+    if on_rocm():
+        return (
+            f"{reason}; rocm-smi must list the card, you must be in the groups video and render, "
+            "and a container needs --device /dev/kfd --device /dev/dri; HIP_VISIBLE_DEVICES, if "
+            "set, must name it"
         )
     if "no NVIDIA driver" in reason:
         return (
@@ -108,7 +172,7 @@ def budget_of(index: int, wanted_bytes: int | None) -> int:
     if wanted_bytes > free_bytes:
         raise ConfigError(
             f"--device-memory {format_bytes(wanted_bytes)} is more than is free: others use "
-            f"{format_bytes(total_bytes - free_bytes)} of {name}; end them (nvidia-smi lists "
+            f"{format_bytes(total_bytes - free_bytes)} of {name}; end them ({listing()} lists "
             f"them), or give at most {_size(_FREE_SHARE * free_bytes)}"
         )
     return wanted_bytes

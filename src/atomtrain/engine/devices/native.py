@@ -2,8 +2,8 @@
 
 | device | `auto` |
 |---|---|
-| CUDA, compute capability 8.0 and above | bf16 |
-| CUDA, below 8.0: bfloat16 is emulated, and attention falls back to slow kernels | fp16 |
+| GPU: NVIDIA's from compute capability 8.0 on, AMD's CDNA and from RDNA 3 on | bf16 |
+| older GPU: bfloat16 is emulated, and attention falls back to slow kernels | fp16 |
 | processor with AMX or AVX-512 instructions for bfloat16, and what it emulates | bf16 |
 | any other processor | fp32 |
 """
@@ -16,10 +16,15 @@ import torch
 
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.device_names import DeviceName, parse_devices
+from atomtrain.engine.devices.gpus import (
+    capability,
+    gpus,
+    multiplies_bfloat16,
+    multiplies_tf32,
+    on_rocm,
+)
 from atomtrain.errors import ConfigError
 
-_TENSOR_CAPABILITY = (8, 0)
-"""From here on GPUs multiply bfloat16 and TF32 in hardware (Ampere, 2020)."""
 _FLAGS = frozenset(("amx_bf16", "avx512_bf16"))
 """As Linux names the instructions that multiply bfloat16."""
 _CPUINFO = Path("/proc/cpuinfo")
@@ -46,22 +51,23 @@ def require_native(device: Device, precision: str | None) -> None:
     Raises:
         ConfigError: says what to choose instead.
     """
-    if precision != "bf16" or device.torch_device.type != "cuda":
+    found = capability(device.torch_device)
+    if precision != "bf16" or found is None:
         return
-    major, minor = torch.cuda.get_device_capability(device.torch_device)
-    if (major, minor) < _TENSOR_CAPABILITY:
+    if not multiplies_bfloat16(device.torch_device):
+        why = "" if on_rocm() else f" (compute capability {found[0]}.{found[1]}, it takes 8.0)"
         raise ConfigError(
-            f"{device.name} does not compute bfloat16 in hardware (compute capability "
-            f"{major}.{minor}, it takes 8.0); choose precision fp16, also to join a run of bf16"
+            f"{device.name} does not compute bfloat16 in hardware{why}; choose precision fp16, "
+            "also to join a run of bf16"
         )
 
 
 def tf32_hint(device: Device, precision: str) -> str | None:
     """Return how products of float32 can be faster, if they are exact on a GPU that has TF32."""
-    if precision != "fp32" or device.torch_device.type != "cuda":
+    if precision != "fp32" or capability(device.torch_device) is None:
         return None
     exact = torch.get_float32_matmul_precision() == "highest"
-    if not exact or torch.cuda.get_device_capability(device.torch_device) < _TENSOR_CAPABILITY:
+    if not exact or not multiplies_tf32(device.torch_device):
         return None
     return (
         "precision fp32 multiplies without TF32; for faster products with 10 bits of mantissa set "
@@ -81,8 +87,6 @@ def processor_flags() -> frozenset[str]:
 
 
 def _precision_of(device: DeviceName) -> str:
-    on_gpu = device.kind == "cuda" or (device.kind == "auto" and torch.cuda.is_available())
-    if on_gpu and device.number < torch.cuda.device_count():
-        capable = torch.cuda.get_device_capability(device.number) >= _TENSOR_CAPABILITY
-        return "bf16" if capable else "fp16"
+    if device.kind in ("auto", "cuda") and device.number < gpus():
+        return "bf16" if multiplies_bfloat16(device.number) else "fp16"
     return "bf16" if _FLAGS & processor_flags() else "fp32"

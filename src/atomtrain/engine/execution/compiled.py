@@ -3,32 +3,48 @@
 Compiling is `torch.compile`; blocks of a transformer differ in their parameters only, and these are
 arguments here. So the time to compile does not grow with depth. Compiled code adds in another order
 than the operations one by one: results differ in their last bits from those of a model that is not
-compiled, not from step to step or from plan to plan.
+compiled, not from step to step or from plan to plan. For that a layer runs the same code whether
+its graph is wanted or not: code for forward alone is fused in another way.
+
+A layer without products (an embedding) gains nothing and stays as it is. So does one with a
+`torch.autograd.Function`: traced, its backward may be called with other gradients than by autograd.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import shutil
 import sys
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from atomtrain.analysis.costs.costs import ChainCosts
+from atomtrain.analysis.costs.storages import is_dense
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.engine.devices.device import Device
-from atomtrain.engine.devices.processor import EmulatedDevice
+from atomtrain.engine.devices.gpus import capability
+from atomtrain.engine.execution.boundary_activations import leaf_of
+from atomtrain.engine.execution.compiled_memory import Inside, active_tracker, run_counted
+from atomtrain.engine.execution.saved_script import in_other_mode
 from atomtrain.errors import ConfigError
+from atomtrain.files import default_cache
 
 TRACING = threading.Lock()
 """Held while something is compiled, and while optimizers of engines that compile run: compiling
 switches flags of the whole process, by which optimizers choose their arithmetic."""
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_LEAST_CAPABILITY = (7, 0)
+"""Of GPUs for which Triton compiles (Volta, 2017)."""
+_logger = logging.getLogger(__name__)
 Template = Callable[[dict[str, Tensor], tuple[Any, ...]], Any]
 
 
@@ -37,71 +53,161 @@ class CompiledLayer(Layer):
     """A layer that runs its kind's template."""
 
     template: Template | None = dataclasses.field(default=None, repr=False)
+    device_type: str = "cpu"
+    """For which it is compiled: on the host of a GPU it runs operation by operation."""
+    gradients: tuple[bool, ...] = ()
+    """Which of the values that it reads have a gradient."""
+    inside: Inside | None = None
+    """What the code takes of memory, once it is measured."""
+
+    def run(self, tensors: Mapping[str, Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
+        if not self._is_there(tensors, values):
+            return super().run(tensors, values)
+        # A copy on the device is contiguous, whatever the host has, and other strides are other
+        # code, which adds in another order.
+        values = [_dense(value) for value in values]
+        if torch.is_grad_enabled() or in_other_mode(self.module):
+            return self._compiled(tensors, values)
+        with torch.enable_grad():
+            leaves = [leaf_of(v, has) for v, has in zip(values, self.gradients, strict=True)]
+            written = self._compiled(tensors, leaves)
+        return tuple(v.detach() if isinstance(v, Tensor) else v for v in written)
 
     def call(self, tensors: Mapping[str, Tensor], values: Sequence[Any]) -> Any:
+        if not self._is_there(tensors, values):
+            return super().call(tensors, values)
         assert self.template is not None
         return self.template(dict(tensors), tuple(values))
+
+    def _is_there(self, tensors: Mapping[str, Tensor], values: Sequence[Any]) -> bool:
+        found = next((v for v in (*tensors.values(), *values) if isinstance(v, Tensor)), None)
+        return found is not None and found.device.type == self.device_type
+
+    def _compiled(self, tensors: Mapping[str, Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
+        tracker = active_tracker()
+        run = super().run
+        if tracker is None or self.inside is None:
+            return run(tensors, values)
+        return run_counted(tracker, self.name, self.inside, values, lambda: run(tensors, values))
 
 
 def require_compilable(device: Device) -> None:
     """Refuse a device that cannot run compiled layers.
 
     Raises:
-        ConfigError: it is emulated, or the processor and there is no compiler for it.
+        ConfigError: the compiler for it is missing, or the GPU is too old for it.
     """
-    if isinstance(device, EmulatedDevice):
-        raise ConfigError(
-            "the emulated device counts the memory of every operation, which compiled code does "
-            "not show; leave compile out, or choose the device cpu or cuda"
-        )
+    if device.torch_device.type != "cpu":
+        _require_triton(device)
+        return
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if device.torch_device.type == "cpu" and shutil.which(compiler) is None:
+    if shutil.which(compiler) is None:
         raise ConfigError(
             f"compiling for the CPU needs a C++ compiler, and there is no {compiler}; install it, "
             "name another one in the environment variable CXX, or leave compile out"
         )
 
 
-def compiled(chain: Chain, costs: ChainCosts, backend: str = "inductor") -> Chain:
+def _require_triton(device: Device) -> None:
+    from torch.utils._triton import has_triton_package
+
+    if not has_triton_package():
+        raise ConfigError(
+            "compiling for a GPU needs Triton, which this torch has not brought along; "
+            "pip install triton, or leave compile out"
+        )
+    found = capability(device.torch_device)
+    if found is not None and found < _LEAST_CAPABILITY:
+        raise ConfigError(
+            f"{device.name} has compute capability {found[0]}.{found[1]}, and compiling takes "
+            f"{_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]}; leave compile out"
+        )
+
+
+def compiled(
+    chain: Chain, costs: ChainCosts, device: torch.device, backend: str = "inductor"
+) -> Chain:
     """Return the chain with layers that run compiled, one template for each kind.
+
+    What is compiled is kept for later runs in the user's cache folder, or where the environment
+    variable `TORCHINDUCTOR_CACHE_DIR` says.
 
     Args:
         chain: Any.
         costs: Of the chain; they say which layers are of one kind.
+        device: Where the layers will run.
         backend: Of `torch.compile`.
     """
+    os.environ.setdefault(CACHE_VARIABLE, str(default_cache() / "compiled"))
     templates: dict[str, Template] = {}
-    layers = []
+    layers: list[Layer] = []
+    own_backward: dict[str, list[str]] = {}
     for layer, cost in zip(chain.layers, costs.layers, strict=True):
+        if not cost.forward_flops or not cost.saved.movable:
+            layers.append(layer)
+            if not cost.saved.movable:
+                own_backward.setdefault(cost.kind, []).append(layer.name)
+            continue
         if cost.kind not in templates:
             templates[cost.kind] = _template(layer, backend)
         values = {f.name: getattr(layer, f.name) for f in dataclasses.fields(Layer) if f.init}
-        layers.append(CompiledLayer(**values, template=templates[cost.kind]))
+        layers.append(
+            CompiledLayer(
+                **values,
+                template=templates[cost.kind],
+                device_type=device.type,
+                gradients=tuple(costs.values[name].requires_grad for name in layer.reads),
+            )
+        )
+    for names in own_backward.values():
+        more = f" and {len(names) - 1} like it" if len(names) > 1 else ""
+        _logger.warning(
+            "layer %r%s has a torch.autograd.Function, so it is not compiled", names[0], more
+        )
     return dataclasses.replace(chain, layers=tuple(layers))
 
 
 def _template(layer: Layer, backend: str) -> Template:
     module = layer.module
-    seen: set[tuple[Any, ...]] = set()
+    known: dict[tuple[Any, ...], Template] = {}
 
     def run(tensors: dict[str, Tensor], values: tuple[Any, ...]) -> Any:
         return torch.func.functional_call(module, tensors, values)
 
-    fast: Template = torch.compile(run, backend=backend)
-
     def template(tensors: dict[str, Tensor], values: tuple[Any, ...]) -> Any:
         described = (_described(value) for value in (*tensors.values(), *values))
-        key = (torch.is_grad_enabled(), module.training, *described)
-        if key in seen:
-            return fast(tensors, values)
-        with TRACING:
-            seen.add(key)
-            return fast(tensors, values)
+        key = (torch.is_grad_enabled(), in_other_mode(module), *described)
+        # A mode that watches operations would have each of them run by itself.
+        with _disable_current_modes():
+            if key in known:
+                return known[key](tensors, values)
+            # Backward too: later the optimizer runs beside it, and on a GPU another thread.
+            with TRACING, torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                known[key] = torch.compile(_copy_of(run), backend=backend, dynamic=False)
+                return known[key](tensors, values)
 
     return template
+
+
+def _copy_of(function: Any) -> Any:
+    """Return the same function with code of its own, by which torch finds what it has compiled.
+
+    So it never takes what was compiled for other shapes, whose last bits may differ, and never
+    has so much for one function that it compiles no more.
+    """
+    copy = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, None,
+        function.__closure__,
+    )  # fmt: skip
+    copy.__module__ = function.__module__
+    return copy
+
+
+def _dense(value: Any) -> Any:
+    return value if not isinstance(value, Tensor) or is_dense(value) else value.contiguous()
 
 
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.requires_grad
-    return type(value)
+    return type(value), repr(value)

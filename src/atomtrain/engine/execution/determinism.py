@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.utils.deterministic  # not loaded by torch itself
 
+from atomtrain.engine.devices.gpus import gpus, on_rocm
 from atomtrain.errors import ConfigError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -69,7 +70,8 @@ def deterministic() -> Iterator[None]:
         ConfigError: the environment has another workspace for cuBLAS, which PyTorch would refuse.
     """
     workspace = os.environ.get(WORKSPACE, _FIXED_WORKSPACES[0])
-    if workspace not in _FIXED_WORKSPACES and torch.cuda.is_available():
+    # On AMD's GPUs PyTorch tells rocBLAS itself.
+    if workspace not in _FIXED_WORKSPACES and gpus() and not on_rocm():
         raise ConfigError(
             f"{WORKSPACE}={workspace} lets cuBLAS add in any order, which --deterministic "
             f"forbids; unset it, or set it to {' or '.join(_FIXED_WORKSPACES)}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atomtrain.analysis.costs.rematerialization import (
     RematerializedOperation,
@@ -41,9 +41,13 @@ def key_of(number: int, layer: Layer, values: Sequence[Any]) -> Key | None:
     """Return for what runs of a layer on such values a script holds; `None` if for none."""
     if not layer.fixed:
         return None
-    module = layer.module
-    other = module.mode.is_other if isinstance(module, GraphLayer) else not module.training
-    return number, other, tuple(value.shape for value in values if isinstance(value, Tensor))
+    shapes = tuple(value.shape for value in values if isinstance(value, Tensor))
+    return number, in_other_mode(layer.module), shapes
+
+
+def in_other_mode(module: nn.Module) -> bool:
+    """Return whether the model is in another mode than that in which it is trained."""
+    return module.mode.is_other if isinstance(module, GraphLayer) else not module.training
 
 
 class ScriptError(RuntimeError):

@@ -17,6 +17,7 @@ from atomtrain.analysis.layers.chain import Chain
 from atomtrain.data import Batch
 from atomtrain.engine.calibration.machines import budget_bytes, host_memory_bytes
 from atomtrain.engine.devices.device import Device
+from atomtrain.engine.devices.gpus import names_gpu
 from atomtrain.engine.devices.host_budget import host_memory
 from atomtrain.engine.state.gradients import with_gradients_in
 from atomtrain.errors import AnalysisError, ConfigError, PlanError
@@ -44,10 +45,7 @@ def device_memory_of(options: TrainOptions, recipe: Recipe) -> str | None:
     small = small and options.device != "cpu"
     if options.device_memory is not None or not small:
         return options.device_memory
-    on_gpu = options.device.startswith("cuda") or (
-        options.device == "auto" and torch.cuda.is_available()
-    )
-    return _SMALL_BUDGETS[recipe.model][on_gpu]
+    return _SMALL_BUDGETS[recipe.model][names_gpu(options.device)]
 
 
 def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions) -> None:
@@ -219,7 +217,7 @@ class _Tried:
     @functools.cached_property
     def _costs(self) -> ChainCosts:
         """With the head as it is."""
-        return layer_costs(*self._traced, on_gpu=self._devices[0].torch_device.type == "cuda")
+        return layer_costs(*self._traced, on_gpu=self._devices[0].torch_device.type != "cpu")
 
     @functools.cached_property
     def _traced(self) -> tuple[Chain, Mapping[str, Any]]:

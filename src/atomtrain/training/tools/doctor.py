@@ -82,7 +82,7 @@ def _versions() -> Iterator[Finding]:
 def _device() -> Iterator[Finding]:
     import torch
 
-    from atomtrain.engine.devices.gpus import DRIVER, gpus, why_none
+    from atomtrain.engine.devices.gpus import driver_is_there, gpus, listing, why_none
 
     if count := gpus():
         for index in range(count):
@@ -90,15 +90,15 @@ def _device() -> Iterator[Finding]:
             name = torch.cuda.get_device_name(index)
             text = f"{name}, {format_bytes(free_bytes)} of {format_bytes(all_bytes)} free"
             if free_bytes < all_bytes / 2:
-                fix = "end what uses it (nvidia-smi lists it), or give a smaller --device-memory"
+                fix = f"end what uses it ({listing()} lists it), or give a smaller --device-memory"
                 yield Finding(f"cuda:{index}", WARNING, text, fix)
             else:
                 yield Finding(f"cuda:{index}", OK, text)
-    elif DRIVER.exists():
+    elif driver_is_there():
         what, _, fix = why_none().partition("; ")
         yield Finding("device", PROBLEM, f"no GPU can be used: {what}", fix)
     else:
-        yield Finding("device", OK, "no NVIDIA GPU: models train on the emulated device (CPU)")
+        yield Finding("device", OK, "no GPU: models train on the emulated device (CPU)")
 
 
 def _memory() -> Iterator[Finding]:

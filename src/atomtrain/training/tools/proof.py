@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from atomtrain.engine.api import swap
 from atomtrain.engine.devices.cuda_memory import library_bytes
+from atomtrain.engine.devices.gpus import names_gpu
 from atomtrain.engine.options import Options
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.units import parse_bytes
@@ -151,8 +152,7 @@ def prove(
 
 
 def _usual_budget(device: str, state_bytes: int) -> int:
-    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    return state_bytes // 4 + (library_bytes() if on_gpu else 0)
+    return state_bytes // 4 + (library_bytes() if names_gpu(device) else 0)
 
 
 def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

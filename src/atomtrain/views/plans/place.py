@@ -81,7 +81,7 @@ def this_place(
         profile = profiled_machine(device, measured_overhead, again=again)
         dtype = PRECISIONS.get(precision, torch.float32)
         rate = flops_per_s(device.torch_device, device.synchronize, dtype)
-        key, on_gpu = machine_key(device), device.torch_device.type == "cuda"
+        key, on_gpu = machine_key(device), device.torch_device.type != "cpu"
     finally:
         device.close()
 
