@@ -20,6 +20,7 @@ from atomtrain.data.dialogues import (
     understand_pair,
 )
 from atomtrain.data.labels import Labelled
+from atomtrain.data.pictures import Picture
 from atomtrain.data.rows import Row
 from atomtrain.data.tokenizer import Tokenizer
 from atomtrain.errors import DataError
@@ -41,6 +42,24 @@ class Example(NamedTuple):
     """UTF-8 bytes of the text that is to be predicted."""
     label: int | None = None
     """Number of the row's class; of judged answers 1 of a good one, 0 of another."""
+    pictures: tuple[Picture, ...] = ()
+    """In the order in which the tokens stand for them."""
+
+
+class Rendered(NamedTuple):
+    """Messages as one text, and where in it the answers are."""
+
+    whole: str
+    spans: list[tuple[int, int]]
+
+    @property
+    def answer_bytes(self) -> int:
+        """UTF-8 bytes of all answers."""
+        return sum(len(self.whole[start:stop].encode()) for start, stop in self.spans)
+
+    def is_answer(self, at: int) -> bool:
+        """Return whether a character is of an answer."""
+        return any(start <= at < stop for start, stop in self.spans)
 
 
 class ChatTemplate:
@@ -169,16 +188,24 @@ class Encoder:
         return Example(said.kind, prompt + answer, answers, len(said.answer.encode()))
 
     def _dialogue(self, said: Dialogue) -> Example:
+        if not all(isinstance(message["content"], str) for message in said.messages):
+            raise DataError(
+                "a message's content is a list, as of images, and the model reads texts only; give "
+                "texts, or the folder of a model that reads images (LLaVA) with --model"
+            )
+        rendered = self._rendered(said)
+        encoded = self._tokenizer.encode_marked(rendered.whole)
+        # A token counts if it begins in an answer: merges do not cross the template's own tokens.
+        answers = [rendered.is_answer(at) for at in encoded.starts]
+        return Example(said.kind, encoded.tokens, answers, rendered.answer_bytes)
+
+    def _rendered(self, said: Dialogue) -> Rendered:
         whole = self._template.render(said.messages)
         spans = []
         for index, message in enumerate(said.messages):
             if is_answer(message) and index >= said.from_message:
                 spans.append(self._span(said.messages, index, whole))
-        encoded = self._tokenizer.encode_marked(whole)
-        # A token counts if it begins in an answer: merges do not cross the template's own tokens.
-        answers = [any(start <= at < stop for start, stop in spans) for at in encoded.starts]
-        n_bytes = sum(len(whole[start:stop].encode()) for start, stop in spans)
-        return Example(said.kind, encoded.tokens, answers, n_bytes)
+        return Rendered(whole, spans)
 
     def _span(self, messages: list[Message], index: int, whole: str) -> tuple[int, int]:
         """Return where an answer begins and ends in the rendered text."""

@@ -31,7 +31,9 @@ from typing import Any, NamedTuple
 from atomtrain.data.rows import Row
 from atomtrain.errors import DataError
 
-Message = dict[str, str]
+Message = dict[str, Any]
+"""`role`, and `content`: a text, or a list of `{"type": "text", "text"}` and
+`{"type": "image", "path"}`, with the picture's name in the row."""
 ROLES = ("system", "user", "assistant", "tool")
 _SPEAKERS = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant",
@@ -40,6 +42,8 @@ _SPEAKERS = {
 }  # fmt: skip
 KINDS = ("messages", "sharegpt", "alpaca", "completion", "text")
 PREFERENCE = "preference"
+_NAMES = {"text": ("text",), "image": ("path", "image", "url")}
+"""Keys of what a content's item holds; an image's are those of transformers' chat templates."""
 
 
 class NoAnswerError(DataError):
@@ -210,7 +214,10 @@ def _answered(row: Row, kind: str, messages: list[Message]) -> Dialogue:
 
 def is_answer(message: Message) -> bool:
     """Return whether a message is the assistant's and not blank."""
-    return message["role"] == "assistant" and bool(message["content"].strip())
+    content = message["content"]
+    if not isinstance(content, str):
+        content = "".join(item.get("text", "") for item in content)
+    return message["role"] == "assistant" and bool(content.strip())
 
 
 def _messages(row: Row, key: str) -> list[Message]:
@@ -227,9 +234,28 @@ def _message(row: Row, key: str, index: int, message: Any) -> Message:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise DataError(f"{where} has the role {role!r}; allowed are {', '.join(ROLES)}")
+    if isinstance(content, list):
+        items = [_item(f"{where}: content[{i}]", item) for i, item in enumerate(content)]
+        if role == "assistant" and any(item["type"] == "image" for item in items):
+            raise DataError(f"{where} is an answer with an image; answers are texts")
+        return {"role": role, "content": items}
     if not isinstance(content, str):
         raise DataError(f"{where} needs a text as its content, not {type(content).__name__}")
     return {"role": role, "content": content}
+
+
+def _item(where: str, item: Any) -> dict[str, str]:
+    """Return a part of a content: a text, or an image with the name of its file as `path`."""
+    kind = item.get("type") if isinstance(item, Mapping) else None
+    if kind not in ("text", "image"):
+        raise DataError(f"{where} is of type {str(kind)[:40]!r}; allowed are text and image")
+    found = [item[key] for key in _NAMES[kind] if item.get(key) is not None]
+    if len(found) != 1 or not isinstance(found[0], str):
+        raise DataError(
+            f"{where} is {'a text' if kind == 'text' else 'an image'} without "
+            f"{' or '.join(_NAMES[kind])}; give one of them, as a text"
+        )
+    return {"type": kind, "text" if kind == "text" else "path": found[0]}
 
 
 def _turns(row: Row) -> list[Message]:

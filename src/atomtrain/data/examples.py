@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,10 @@ from atomtrain.data.chat import Example
 from atomtrain.data.sampler import Batch, SamplerConfig, shuffled
 from atomtrain.data.split import HoldOut
 from atomtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from atomtrain.data.picture_chat import Look
+    from atomtrain.data.pictures import Picture
 
 IGNORED = -100
 """A label that does not count."""
@@ -41,6 +45,7 @@ class Part:
     starts: NDArray[np.int64]  # [examples + 1]
     answer_bytes: NDArray[np.int64]  # [examples]
     row_labels: NDArray[np.int64] | None  # [examples], see `Example`
+    pictures: list[tuple[Picture, ...]]  # [examples], or empty
 
     @property
     def count(self) -> int:
@@ -96,6 +101,7 @@ class Examples:
             digest.update(np.asarray(example.tokens, np.uint32).tobytes())
             digest.update(np.asarray(example.answers, np.bool_).tobytes())
             digest.update(b"" if example.label is None else b"label %d" % example.label)
+            digest.update("".join(picture.sha256 for picture in example.pictures).encode())
             count, tokens = count + 1, tokens + len(example.tokens)
             answers, longest = answers + sum(example.answers), max(longest, len(example.tokens))
         least = _LEAST if hold_out == "some" else 1
@@ -141,6 +147,7 @@ class Rows:
         packed: bool,
         padding: int,
         separate: bool | None = None,
+        look: Look | None = None,
     ) -> None:
         """Divide a part into rows.
 
@@ -151,21 +158,23 @@ class Rows:
             padding: Token behind the last example of a row.
             separate: Whether batches say which example each token belongs to; `None`: if rows hold
                 several.
+            look: How rows with pictures get their pixels.
 
         Raises:
             DataError: no example has an answer within the context.
         """
-        self._part, self._context, self._padding = part, context, padding
+        self._part, self._context, self._padding, self._look = part, context, padding, look
         self._separate = packed if separate is None else separate
         lengths = np.minimum(np.diff(part.starts), context + 1)
         counted = [index for index in range(part.count) if self._counts(index)]
         self.cut = int((np.diff(part.starts) > context + 1).sum())
         """Examples that are longer than a row."""
         self.dropped = part.count - len(counted)
-        """Examples whose answers all lie beyond a row, or that have none."""
+        """Examples whose answers all lie beyond a row, or that have none; or pictures do."""
         if not counted:
+            what = "an answer" if look is None else "an answer and its images"
             raise DataError(
-                f"no example has an answer within {context} tokens; raise --context, or shorten "
+                f"no example has {what} within {context} tokens; raise --context, or shorten "
                 "the examples"
             )
         self.rows = _packed(lengths, counted, context + 1) if packed else [[i] for i in counted]
@@ -205,8 +214,11 @@ class Rows:
         if self._part.row_labels is not None:
             first = [self.rows[row][0] for row in rows]
             of_rows = torch.from_numpy(self._part.row_labels[first])
-        targets = torch.from_numpy(labels.copy())
-        return Batch(inputs, targets, documents=own, row_labels=of_rows)
+        targets, pixels = torch.from_numpy(labels.copy()), None
+        if self._look is not None:
+            seen = [self._part.pictures[self.rows[row][0]] for row in rows]
+            pixels = torch.stack([self._look.pixels(pictures) for pictures in seen])
+        return Batch(inputs, targets, documents=own, row_labels=of_rows, pixels=pixels)
 
     def predicted(self) -> tuple[int, int]:
         """Return how many tokens are predicted, and the bytes of their text."""
@@ -220,6 +232,10 @@ class Rows:
 
     def _counts(self, index: int) -> bool:
         start, stop = self._range(index)
+        if self._look is not None:  # a picture of which a part is cut off fits no features
+            behind = self._part.tokens[start + self._context : self._part.starts[index + 1]]
+            if bool((behind == self._look.image_number).any()):
+                return False
         return bool(self._part.answers[start + 1 : stop].any())
 
 
@@ -280,6 +296,7 @@ def _joined(examples: Sequence[Example]) -> Part:
         starts.astype(np.int64),
         np.array([example.answer_bytes for example in examples], np.int64),
         np.array(labels, np.int64) if labels else None,
+        [example.pictures for example in examples if example.pictures],
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from atomtrain.data.examples import Examples, Laid, Part, Rows, RowSampler, held_out_rows
+from atomtrain.data.picture_chat import Look
 from atomtrain.data.sampler import Batch, Sampler, SamplerConfig, divided_at, held_out_batches
 from atomtrain.data.tokens import Tokens
 from atomtrain.errors import DataError
@@ -106,12 +107,22 @@ class ExampleMaterial(NamedTuple):
     examples: Examples
     packed: bool
     padding: int
+    look: Look | None = None
+    """How rows with pictures get their pixels."""
 
     def sampler(self, config: SamplerConfig, peer_key: str) -> Draws:
         """See `Material`."""
-        part = self.examples.train
-        rows = Rows(part, config.context_tokens, packed=self.packed, padding=self.padding)
-        return RowSampler(rows, config, peer_key)
+        return RowSampler(self.train(config.context_tokens), config, peer_key)
+
+    def train(self, context: int) -> Rows:
+        """Return the rows to learn from."""
+        return Rows(
+            self.examples.train,
+            context,
+            packed=self.packed,
+            padding=self.padding,
+            look=self.look,
+        )
 
     def held_out(self, context: int, sequences: int, limit: int | None) -> Iterator[Batch]:
         """See `Material`."""
@@ -131,6 +142,7 @@ class ExampleMaterial(NamedTuple):
             packed=False,
             padding=self.padding,
             separate=self.packed,  # batches as in training
+            look=self.look,
         )
 
 

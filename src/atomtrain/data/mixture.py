@@ -120,7 +120,7 @@ class MixedSampler:
         each = len(whole.inputs) // len(numbers)  # a pair takes two sequences
         back = torch.tensor([p for of_source in places for p in of_source]).argsort()
         rows = (back[:, None] * each + torch.arange(each)).flatten()
-        return Batch(*(None if part is None else part[rows] for part in whole))  # type: ignore[arg-type]
+        return whole.part(rows)
 
     def epoch(self, position: int) -> float:
         """Return how many epochs lie before batch `position`."""

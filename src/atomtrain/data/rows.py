@@ -37,6 +37,8 @@ class Row(NamedTuple):
     place: str
     """File and line (or number of the row), for messages."""
     values: dict[str, Any]
+    folder: Path | None = None
+    """Of the file; images are named from there."""
 
 
 def has_rows(spec: str | None) -> bool:
@@ -126,7 +128,7 @@ def _array(file: Path) -> Iterator[Row]:
                 values = rest.value()
                 if not isinstance(values, dict):
                     raise DataError(f"{file}: row {number} is not a JSON object; each must be one")
-                yield Row(f"{file}: row {number}", values)
+                yield Row(f"{file}: row {number}", values, file.parent)
                 number, ended = number + 1, rest.sign(",]") == "]"
             if not rest.is_over():
                 raise ValueError("more follows behind the list")
@@ -217,7 +219,7 @@ def _lines(file: Path) -> Iterator[Row]:
                 ) from error
             if not isinstance(values, dict):
                 raise DataError(f"{place}: not a JSON object; each line must be one")
-            yield Row(place, values)
+            yield Row(place, values, file.parent)
 
 
 def _cells(file: Path, delimiter: str) -> Iterator[Row]:
@@ -238,7 +240,7 @@ def _cells(file: Path, delimiter: str) -> Iterator[Row]:
                         f"{place} has {len(cells)} cells, the first line names {len(columns)} "
                         "columns; quote cells that hold the delimiter or a line break"
                     )
-                yield Row(place, dict(zip(columns, cells, strict=True)))
+                yield Row(place, dict(zip(columns, cells, strict=True)), file.parent)
         except csv.Error as error:
             raise DataError(
                 f"{file}:{found.line_num}: not a table ({error}); restore it"
@@ -270,7 +272,7 @@ def _parquet(file: Path) -> Iterator[Row]:
             for batch in source.iter_batches(batch_size=256):
                 for values in batch.to_pylist():
                     number += 1
-                    yield Row(f"{file}: row {number}", values)
+                    yield Row(f"{file}: row {number}", values, file.parent)
     except (OSError, ArrowException) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{file} cannot be read as parquet ({reason}); restore it") from error

@@ -36,6 +36,11 @@ class Batch(NamedTuple):
     """Numbers of documents that must not see each other; `None`: each sees those before it."""
     row_labels: Tensor | None = None
     """`[sequences]` int64: each one's class; of answers that are judged 1 of a good one, else 0."""
+    pixels: Tensor | None = None  # [sequences, pictures of a sequence, C, H, W] float32
+
+    def part(self, rows: slice | Tensor) -> Batch:
+        """Return some sequences of the batch."""
+        return Batch(*(None if each is None else each[rows] for each in self))  # type: ignore[arg-type]
 
 
 def joined(batches: Sequence[Batch]) -> Batch:

@@ -1,4 +1,4 @@
-"""Models of Hugging Face that read texts: found, described and built without any weight.
+"""Models of Hugging Face that read texts (and images): found, described, built without weights.
 
 What decides the model is the content of its `config.json`. It travels with a run, so that peers
 that join and runs that are resumed need no folder.
@@ -31,6 +31,12 @@ from atomtrain.models.confined import (
 )
 from atomtrain.models.gpt_config import PRESETS
 from atomtrain.models.heads import check_head, is_classifier, labels_of
+from atomtrain.models.image_text import (
+    PREPROCESSOR_FILE,
+    PROCESSOR_FILE,
+    TOWERS,
+    reads_images,
+)
 from atomtrain.models.quantisation import quantisation_of
 from atomtrain.models.weight_files import files_of
 
@@ -40,6 +46,8 @@ CARRIED_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    PROCESSOR_FILE,
+    PREPROCESSOR_FILE,
 )
 """Small files that belong to the model and that an export must have again."""
 _DESCRIPTION = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -57,7 +65,8 @@ _MOST_NUMBER = 1 << 31
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceConfig:
-    """What a model of Hugging Face is, without its weights: a causal one, or a classifier."""
+    """What a model of Hugging Face is, without its weights: a causal one, or a classifier, or one
+    that reads images beside text."""
 
     config: dict[str, Any]
     """Content of `config.json`."""
@@ -76,6 +85,11 @@ class HuggingFaceConfig:
     def labels(self) -> list[str] | None:
         """What a classifier tells apart; of a reward model one; `None` of a language model."""
         return labels_of(self.config)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether it takes images beside text."""
+        return reads_images(self.config)
 
     def __post_init__(self) -> None:
         """Keep of the configuration what may decide a model: it may come from a founder.
@@ -263,8 +277,14 @@ def build_random(sizes: HuggingFaceConfig, what: str = "the configuration") -> n
 
 def _maker_of(sizes: HuggingFaceConfig) -> Any:
     """Return what makes a model of a configuration object."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
 
+    if sizes.reads_images:
+        return AutoModelForImageTextToText.from_config
     if is_classifier(sizes.config):
         return AutoModelForSequenceClassification.from_config
     return AutoModelForCausalLM.from_config
@@ -287,10 +307,10 @@ def _check_kind(kind: object, what: str) -> None:
             f"{what} has no model_type, so it is no Hugging Face configuration; give the "
             f"config.json of a causal language model, or one of {', '.join(PRESETS)}"
         )
-    known = _causal_kinds()
+    known = [*_causal_kinds(), *TOWERS]
     if kind not in known:
         raise ConfigError(
-            f"{what} describes a model of type {kind!r}, which is no causal language model that "
+            f"{what} describes a model of type {kind!r}, which is not a causal language model that "
             f"the installed transformers knows.{nearest(kind, known)} Give another configuration"
         )
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.models.heads import head_of
+from atomtrain.models.image_text import in_tower as is_in_tower
 from atomtrain.models.lora_config import ALL_LINEAR, BITS, LoraConfig
 from atomtrain.models.lora_experts import ExpertAdapter, adapt, beginning_of, experts_of
 from atomtrain.models.quantised import dequantise, empty_quantised, quantise, quantised_linear
@@ -91,16 +92,17 @@ class LoraLinear(nn.Module):
         return norms
 
 
-def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
+def add_adapters(model: nn.Module, config: LoraConfig, *, in_tower: bool = False) -> nn.Module:
     """Freeze a model and put adapters beside its linear layers and experts, in place; return it.
 
-    A classifier's head has no adapter: it is trained itself.
+    A classifier's head has no adapter: it is trained itself. What looks at images has some only
+    with `in_tower`.
 
     Raises:
         ConfigError: a target names neither, or experts get what their adapters do not have.
     """
     model.requires_grad_(False)
-    for name, module in _targets(model, config):
+    for name, module in _targets(model, config, in_tower):
         parent, _, last = name.rpartition(".")
         if isinstance(module, nn.Linear):
             setattr(model.get_submodule(parent), last, LoraLinear(module, config))
@@ -132,13 +134,15 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
     return {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
 
 
-def _targets(model: nn.Module, config: LoraConfig) -> list[tuple[str, nn.Module]]:
+def _targets(model: nn.Module, config: LoraConfig, in_tower: bool) -> list[tuple[str, nn.Module]]:
     """Return linear layers by name, and modules with experts by their parameter's name."""
     heads = (getattr(model, "get_output_embeddings", lambda: None)(), head_of(model))
     linears: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not any(module is head for head in heads)
+        if isinstance(module, nn.Linear)
+        and not any(module is head for head in heads)
+        and (in_tower or not is_in_tower(model, name))
     }
     experts = experts_of(model)
     linear_names = {name.rpartition(".")[2] for name in linears}

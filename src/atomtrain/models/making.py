@@ -19,6 +19,7 @@ from atomtrain.errors import AnalysisError, reason_of
 from atomtrain.models.gpt import GPT
 from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import HuggingFaceConfig, build, build_random
+from atomtrain.models.image_text import freeze_tower
 from atomtrain.models.lora import LoraLinear, add_adapters
 from atomtrain.models.lora_config import LoraConfig
 from atomtrain.models.lora_experts import ExpertAdapter
@@ -38,10 +39,13 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_he
 _TOKEN = re.compile(r"token_(?:id|index)$")
 
 
-def make_model(sizes: Sizes, lora: LoraConfig | None = None) -> nn.Module:
+def make_model(
+    sizes: Sizes, lora: LoraConfig | None = None, *, train_tower: bool = False
+) -> nn.Module:
     """Return the model: a GPT with random weights, or a Hugging Face model with untouched ones.
 
-    With `lora` it is frozen and has adapters.
+    With `lora` it is frozen and has adapters. What looks at images is frozen without them, unless
+    `train_tower`.
 
     Raises:
         ConfigError: the adapters' targets are not there.
@@ -53,13 +57,19 @@ def make_model(sizes: Sizes, lora: LoraConfig | None = None) -> nn.Module:
         raise AnalysisError(
             f"the model cannot be made ({reason_of(error)}); choose a smaller one"
         ) from error
-    return model if lora is None else add_adapters(model, lora)
+    if lora is not None:
+        return add_adapters(model, lora, in_tower=train_tower)
+    if not train_tower:
+        freeze_tower(model)
+    return model
 
 
-def make_outline(sizes: Sizes, lora: LoraConfig | None = None) -> nn.Module:
-    """Return the model without memory, on the meta device."""
+def make_outline(
+    sizes: Sizes, lora: LoraConfig | None = None, *, train_tower: bool = False
+) -> nn.Module:
+    """Return the model without memory, on the meta device; arguments are those of `make_model`."""
     with torch.device("meta"):
-        return make_model(sizes, lora)
+        return make_model(sizes, lora, train_tower=train_tower)
 
 
 def make_empty(sizes: Sizes) -> nn.Module:

@@ -8,6 +8,7 @@ import transformers as hf
 from torch import Tensor
 
 from atomtrain.analysis import chain_of
+from atomtrain.errors import ConfigError
 from tests.golden.models.test_any_model import check
 from tests.support.any_models import Case
 
@@ -55,3 +56,17 @@ def test_blocks_of_both_towers_are_layers() -> None:
     names = [layer.name for layer in chain_of(model, draw()).chain.layers]
     assert {f"model.language_model.layers.{index}" for index in range(3)} <= set(names)
     assert {f"model.vision_tower.encoder.layers.{index}" for index in range(2)} <= set(names)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_other_numbers_of_image_tokens_are_refused(change: int) -> None:
+    model, draw = llava(frozen=True)
+    example = draw()
+    bind = chain_of(model, example).bind
+    bind(example)
+    ids = example["input_ids"].clone()
+    at = int((ids[0] == IMAGE).nonzero()[0]) - (change > 0)
+    ids[0, at if at >= 0 else -1] = IMAGE if change > 0 else 3
+    told = f"has {2 * PATCHES + change} image tokens .100., and the images of a micro-batch have 32"
+    with pytest.raises(ConfigError, match=told):
+        bind({**example, "input_ids": ids})

@@ -13,6 +13,7 @@ from atomtrain.analysis.layers.cuts import find_pieces
 from atomtrain.analysis.layers.eval_mode import attach, remember
 from atomtrain.analysis.layers.graph_layer import GraphLayer, Mode, Template
 from atomtrain.analysis.layers.graph_runs import Graph, Recipes, read_graph
+from atomtrain.analysis.layers.image_tokens import ImageTokens, image_tokens
 from atomtrain.analysis.layers.micro_batch import Inputs, MicroBatch
 from atomtrain.errors import ConfigError
 
@@ -29,6 +30,8 @@ class ExportedLayers(NamedTuple):
     """Makes the model's output from what the last layer writes."""
     ready: Callable[[bool], None]
     """`ready(training)` prepares the layers for a step (`True`) or for evaluation."""
+    image_tokens: list[ImageTokens]
+    """What must hold of each micro-batch."""
 
 
 def exported_layers(
@@ -73,7 +76,9 @@ def exported_layers(
             attach(other, first, own, inputs.tensor_names)
             attached = True
 
-    return ExportedLayers(layers, graph.exported.rebuild, ready)
+    exported = graph.exported
+    tokens = image_tokens(model, exported.graph, exported.inputs, inputs.tensor_names)
+    return ExportedLayers(layers, exported.rebuild, ready, tokens)
 
 
 def _layers(graph: Graph, recipes: Recipes, mode: Mode) -> list[Layer]:

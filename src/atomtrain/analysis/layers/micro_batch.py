@@ -88,8 +88,12 @@ class Inputs:
             return model(**dict(zip((e.name for e in self.of_forward), values, strict=True)))
         return model(*values)
 
-    def binder(self, used: Sequence[str]) -> Callable[[MicroBatch], dict[str, Any]]:
+    def binder(
+        self, used: Sequence[str], checks: Sequence[Callable[[Mapping[str, Any]], None]] = ()
+    ) -> Callable[[MicroBatch], dict[str, Any]]:
         """Return a function that turns a micro-batch into the chain's inputs named `used`.
+
+        Each of `checks` gets these inputs by name, and raises `ConfigError`.
 
         The function raises `ConfigError` if the micro-batch lacks one, or is unlike the example.
         """
@@ -118,6 +122,8 @@ class Inputs:
                 tensors = take_apart(values[entry.name]).tensors
                 _check(entry, tensors, fixed)
                 bound.update(zip(entry.tensors, tensors, strict=True))
+            for check in checks:
+                check(bound)
             return {name: bound[name] for name in used}
 
         return bind

@@ -144,7 +144,7 @@ def _exported(
     model: nn.Module, example: MicroBatch, loss: Loss | None, device: torch.device
 ) -> Traced:
     inputs = Inputs(model, example, own_loss=loss is None)
-    layers, rebuild, ready = exported_layers(
+    layers, rebuild, ready, image_tokens = exported_layers(
         model, example, inputs, own_loss=loss is None, device=device
     )
     last = layers[-1]
@@ -160,7 +160,8 @@ def _exported(
     names = [name for entry in inputs.entries for name in entry.tensors or (entry.name,)]
     read = tuple(name for name in names if name in used)
     own = functools.partial(_own_loss, inputs, loss)
-    return Traced(_chain(model, layers, read, LOSS), inputs.binder(read), ready, own)
+    checks = [tokens.check for tokens in image_tokens]
+    return Traced(_chain(model, layers, read, LOSS), inputs.binder(read, checks), ready, own)
 
 
 def _own_loss(

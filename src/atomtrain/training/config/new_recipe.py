@@ -220,6 +220,11 @@ def amended(recipe: Recipe, options: TrainOptions, source: str, *, joins: bool =
                 f"--{name} {given} contradicts {source}, which has {name} {value}; leave the "
                 "option out, or start another run"
             )
+    if options.train_tower and not recipe.train_tower:
+        raise ConfigError(
+            f"--train-tower contradicts {source}, which leaves the tower as it is; leave the "
+            "option out, or start another run"
+        )
     changes = {
         name: getattr(options, name)
         for name in (*_on_resume(MAY_CHANGE), *own, "optimizer")

@@ -136,6 +136,7 @@ class TrainOptions:
     beta: float | None = asked(Recipe, "beta")
     gamma: float | None = asked(Recipe, "gamma")
     packing: bool = asked(Recipe, "packed", False)
+    train_tower: bool = asked(Recipe, "train_tower", False)
     head_pieces: int | None = asked(Options, "head_pieces")
     learning_rate: float | None = asked(Recipe, "learning_rate")
     warmup_steps: int | None = asked(Recipe, "warmup_steps")

@@ -213,6 +213,12 @@ class Recipe:
         check=_named(parse_lora),
         on_resume=FIXED,
     )
+    train_tower: bool = option(
+        False,
+        "Of a model that reads images (LLaVA): train what looks at them too, which else stays as "
+        "it is.",
+        "",
+    )
     precision: str = option(
         "fp32",
         "fp32, or bf16 or fp16: 16 bits on the link and in compute, with exact float32 masters on"
@@ -262,6 +268,7 @@ class Recipe:
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_objective()
+        self._check_images()
         check_optimizer(self.optimizer)
         check_precision(self.precision, self.optimizer)
         check_gradient_dtype(self.gradient_dtype)
@@ -290,6 +297,11 @@ class Recipe:
         if self.objective == "kto":
             return "labels"
         return "pairs" if self.in_pairs else "answers"
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether rows have images beside text."""
+        return bool(getattr(self.sizes, "reads_images", False))
 
     @property
     def tokens_per_step(self) -> int:
@@ -347,6 +359,20 @@ class Recipe:
             raise ConfigError(
                 "--packing puts several rows into one sequence, but with --objective "
                 f"{self.objective} every {what} has its own; leave it out"
+            )
+
+    def _check_images(self) -> None:
+        if self.train_tower and not self.reads_images:
+            raise ConfigError(
+                f"--train-tower is for models that read images, which {self.model} is not; leave "
+                "it out"
+            )
+        if self.reads_images and self.packed:
+            raise ConfigError("--packing is for texts, and the model reads images; leave it out")
+        if self.reads_images and self.objective != OBJECTIVES[0]:
+            raise ConfigError(
+                f"--objective {self.objective} is for texts, and {self.model} reads images; leave "
+                "it out"
             )
 
     def to_json(self) -> dict[str, Any]:

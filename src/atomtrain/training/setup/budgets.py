@@ -14,7 +14,7 @@ from atomtrain.analysis import chain_of, layer_costs
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.head.head import split_head, with_head_of
 from atomtrain.analysis.layers.chain import Chain
-from atomtrain.data import Batch
+from atomtrain.data import Batch, SamplerConfig
 from atomtrain.engine.calibration.machines import budget_bytes, host_memory_bytes
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.gpus import names_gpu
@@ -30,6 +30,7 @@ from atomtrain.training.config.optimizing import host_bytes_per_parameter, small
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.objective import MicroBatch, Objective
+from atomtrain.training.setup.texts import Text
 from atomtrain.units import format_bytes, format_count, parse_bytes
 
 _SMALL_BUDGETS = {"demo": ("40MiB", "144MiB"), "tiny": ("8MiB", "112MiB")}
@@ -136,6 +137,7 @@ def find_fit(
     recipe: Recipe,
     devices: Sequence[Device],
     objective: Objective,
+    text: Text,
     micro_batch: int | None = None,
 ) -> Fit:
     """Return a micro-batch that fits the budget well: the largest divisor of a step's sequences.
@@ -146,7 +148,7 @@ def find_fit(
     """
     together = objective.together
     sizes = _sizes(recipe, together, len(devices)) if micro_batch is None else [micro_batch]
-    tried = [_Tried(model, recipe, devices, objective, size) for size in sizes]
+    tried = [_Tried(model, recipe, devices, objective, text, size) for size in sizes]
     least = tried[-1]
     if tried[0].fits(None):  # mostly it does, and the others need not be analysed
         return Fit(sizes[0], None)
@@ -174,9 +176,10 @@ class _Tried:
         recipe: Recipe,
         devices: Sequence[Device],
         objective: Objective,
+        text: Text,
         size: int,
     ) -> None:
-        self.size = size
+        self.size, self._text = size, text
         self._model, self._recipe, self._objective = model, recipe, objective
         self._devices = devices
         self._budget_bytes = budget_bytes(*devices)
@@ -221,7 +224,7 @@ class _Tried:
 
     @functools.cached_property
     def _traced(self) -> tuple[Chain, Mapping[str, Any]]:
-        example = example_of(self._recipe, self.size, self._objective)
+        example = example_of(self._recipe, self.size, self._objective, self._text)
         with Progress("tracing the model"):
             traced = chain_of(
                 self._model, example, self._objective.loss, device=self._devices[0].torch_device
@@ -230,12 +233,16 @@ class _Tried:
         return chain, traced.bind(example)
 
 
-def example_of(recipe: Recipe, micro_batch: int, objective: Objective) -> MicroBatch:
-    """Return a micro-batch of so many sequences of random tokens.
+def example_of(recipe: Recipe, micro_batch: int, objective: Objective, text: Text) -> MicroBatch:
+    """Return a micro-batch of so many sequences of random tokens; with images, of the data.
 
     With packing each has two documents: models that look at the data leave the mask out where
     nothing is masked.
     """
+    if recipe.reads_images:  # there must be as many tokens as the images have features
+        config = SamplerConfig(context_tokens=recipe.context, sequences=micro_batch)
+        batch = text.material.sampler(config, "example").batch(0)
+        return objective.micro_batches(batch, micro_batch)[0]
     generator = torch.Generator().manual_seed(0)
     shape = (micro_batch, recipe.context)
     ids = torch.randint(recipe.sizes.vocabulary, shape, generator=generator)

@@ -100,14 +100,17 @@ class NextToken(_LossOnly):
         return total / batch["mean_targets"]
 
     def inputs(self, batch: Batch) -> MicroBatch:
-        """Return what the model's forward takes of a batch, `[S, T]` each.
+        """Return what the model's forward takes of a batch: `[S, T]` each, but all images in turn.
 
         Hugging Face's models see by places that begin again that another document begins, and mask
         attention accordingly, if they get no mask.
         """
-        if batch.documents is None:
-            return {"input_ids": batch.inputs}
-        return {"input_ids": batch.inputs, "position_ids": places(batch.documents)}
+        entries = {"input_ids": batch.inputs}
+        if batch.documents is not None:
+            entries["position_ids"] = places(batch.documents)
+        if batch.pixels is not None:
+            entries["pixel_values"] = batch.pixels.flatten(0, 1)
+        return entries
 
     def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
         """See `Objective`."""
@@ -115,8 +118,11 @@ class NextToken(_LossOnly):
         # Losses of micro-batches are averaged: their mean is then that over all targets.
         counted = int((batch.labels != IGNORED).sum())
         mean_targets = torch.tensor(max(counted, 1) / len(rows))
-        entries = {**self.inputs(batch), "targets": batch.labels}
-        return [{**_part(entries, part), "mean_targets": mean_targets} for part in rows]
+        parts = [batch.part(part) for part in rows]
+        return [
+            {**self.inputs(part), "targets": part.labels, "mean_targets": mean_targets}
+            for part in parts
+        ]
 
 
 def _part(entries: MicroBatch, rows: slice) -> MicroBatch:

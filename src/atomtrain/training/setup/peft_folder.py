@@ -8,6 +8,7 @@ and `.base_layer` leads to each one before.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from atomtrain.errors import ConfigError, DataError, reason_of
 from atomtrain.files import read_small
 from atomtrain.models.hugging_face import read_config
+from atomtrain.models.image_text import in_tower, tower_of
 from atomtrain.models.lora_config import LoraConfig
 from atomtrain.models.lora_experts import adapted_by, adapter_of, is_transposed
 from atomtrain.models.weight_files import WeightFiles
@@ -73,7 +75,17 @@ def peft_config(adapters: Adapters) -> dict[str, Any]:
         "inference_mode": True,
         "target_modules": sorted({layer.rpartition(".")[2] for layer in linears}),
         **({"target_parameters": sorted(parameters)} if parameters else {}),
+        **_excluded(adapters),
     }
+
+
+def _excluded(adapters: Adapters) -> dict[str, str]:
+    """Return what peft is to leave out, though it has the names of what is adapted."""
+    outline = adapters.weights.outline
+    tower = tower_of(outline)
+    if tower is None or any(in_tower(outline, layer) for layer in adapters.tensors):
+        return {}
+    return {"exclude_modules": rf"{re.escape(tower)}\..*"}
 
 
 def peft_tensors(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:

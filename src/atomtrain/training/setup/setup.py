@@ -26,6 +26,7 @@ from atomtrain.engine.options import Options
 from atomtrain.engine.state.precision import PRECISIONS
 from atomtrain.errors import ConfigError
 from atomtrain.models import HuggingFaceConfig, make_model, make_outline
+from atomtrain.models.image_text import check_features
 from atomtrain.progress import Progress
 from atomtrain.settings import chosen
 from atomtrain.swarm.packages import INSTALL, missing_packages
@@ -49,7 +50,7 @@ from atomtrain.training.setup.budgets import (
     find_fit,
 )
 from atomtrain.training.setup.model_check import check_model, check_separation
-from atomtrain.training.setup.objective import Objective
+from atomtrain.training.setup.objective import MicroBatch, Objective
 from atomtrain.training.setup.objectives import objective_of
 from atomtrain.training.setup.preference import DirectPreference
 from atomtrain.training.setup.references import with_references
@@ -159,7 +160,10 @@ def _assemble(
     memory = device_memory_of(options, recipe)
     objective = objective_of(recipe)
     # Everything that can be refused is refused before the weights take memory.
-    outline = make_outline(recipe.sizes, recipe.lora)
+    outline = make_outline(recipe.sizes, recipe.lora, train_tower=recipe.train_tower)
+    if recipe.reads_images:
+        example = example_of(recipe, 1, objective, text)
+        check_features(outline, example["input_ids"], example["pixel_values"], recipe.model)
     if recipe.precision in PRECISIONS:
         outline.to(PRECISIONS[recipe.precision])
     if recipe.packed and isinstance(recipe.sizes, HuggingFaceConfig):
@@ -177,19 +181,21 @@ def _assemble(
         fit = _fit(options, source, outline, devices, objective)
         check_micro_batch(fit.micro_batch, recipe)
         torch.manual_seed(recipe.seed)
-        model = make_model(recipe.sizes, recipe.lora)
+        model = make_model(recipe.sizes, recipe.lora, train_tower=recipe.train_tower)
     except BaseException:
         for device in devices:
             device.close()
         raise
-    engine = _open_engine(model, recipe, devices, fit, objective, options, gradients=gradients)
+    example = example_of(recipe, fit.micro_batch, objective, text)
+    engine = _open_engine(
+        model, example, recipe, devices, fit, objective, options, gradients=gradients
+    )
     engine.recording = options.trace is not None
     try:
         fragments = GradientFragments(engine) if gradients else _fragments(engine, source)
         if source.weights is not None:
             source.weights.load(engine)
         if source.weights is not None and source.checkpoint is None:
-            example = example_of(recipe, fit.micro_batch, objective)
             check_model(engine, recipe, options, objective, example)
         if isinstance(objective, DirectPreference):  # the model is as it was before it learns
             text = with_references(text, engine, objective, fit.micro_batch, recipe, directory)
@@ -224,6 +230,7 @@ def _assemble(
 
 def _open_engine(
     model: nn.Module,
+    example: MicroBatch,
     recipe: Recipe,
     devices: Sequence[Device],
     fit: Fit,
@@ -242,7 +249,7 @@ def _open_engine(
     }
     return swap(
         model,
-        example_of(recipe, fit.micro_batch, objective),
+        example,
         optimizer=GradientCollector if gradients else lambda _: make_optimizer(model, recipe),
         device=devices,
         loss=objective.loss,
@@ -269,7 +276,7 @@ def _fit(
         return Fit(options.micro_batch, options.head_pieces)
     if options.micro_batch is not None:
         check_micro_batch(options.micro_batch, source.recipe)
-    found = find_fit(outline, source.recipe, devices, objective, options.micro_batch)
+    found = find_fit(outline, source.recipe, devices, objective, source.text, options.micro_batch)
     return found._replace(head_pieces=options.head_pieces or found.head_pieces)
 
 

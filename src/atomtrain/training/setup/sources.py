@@ -127,18 +127,23 @@ def _weights_in(folder: Path, recipe: Recipe) -> Weights:
     return Weights(folder, recipe.sizes, recipe.seed)
 
 
-def _base_of(recipe: Recipe, given: str | None, known: str | None) -> Weights | None:
+def _base_of(
+    recipe: Recipe, given: str | None, known: str | None, *, joins: bool = False
+) -> Weights | None:
     """Return the weights that a run began with, if it still needs them.
 
-    Adapters lie beside them, and what is preferred is compared with what they prefer.
+    Adapters lie beside them, and what is preferred is compared with what they prefer. Who `joins`
+    gets nothing from others that is not trained: a checkpoint has what looks at images.
 
     Raises:
         ConfigError: the folder is not there, or was not named.
     """
-    if recipe.lora is None and not recipe.has_reference:
+    frozen = recipe.lora is not None or (joins and recipe.reads_images and not recipe.train_tower)
+    if not frozen and not recipe.has_reference:
         return None
     if given is None and known is None:
         what = "adapters of" if recipe.lora is not None else "the preferences of"
+        what = what if recipe.lora is not None or recipe.has_reference else "the language part of"
         raise ConfigError(
             f"the run trains {what} {recipe.model}; name the folder of that model with --model"
         )
@@ -226,7 +231,7 @@ def _joined(options: TrainOptions, swarm: Swarm) -> Source:
     with _as_founder_says(run):
         tokenizer = Tokenizer.from_json(payload["tokenizer"], payload["separator"])
         tokenizer.check_room(recipe.sizes.vocabulary, "the manifest")
-    weights = _base_of(recipe, options.model, None)
+    weights = _base_of(recipe, options.model, None, joins=True)
     text = _text(options.data, options.validation, recipe, tokenizer)
     return Source(recipe, text, None, swarm, weights)
 

@@ -21,6 +21,7 @@ from atomtrain.data.material import (
     TextMaterial,
 )
 from atomtrain.data.mixture import Mixture
+from atomtrain.data.picture_chat import PictureEncoder
 from atomtrain.data.preparing import cached_tokenizer
 from atomtrain.data.rows import SUFFIXES, Row, has_rows, read_rows
 from atomtrain.data.sampler import joined
@@ -29,6 +30,7 @@ from atomtrain.data.weighted import parse_weighted
 from atomtrain.errors import DataError
 from atomtrain.models import HuggingFaceConfig, Sizes
 from atomtrain.models.heads import numbers_of_labels, padding_of
+from atomtrain.models.processor import Processor
 from atomtrain.progress import Progress
 
 Learns = Literal["answers", "pairs", "labels", "classes"]
@@ -137,6 +139,7 @@ def read_text(
     sources = [parse_weighted(given) for given in data]
     specs = [source.spec for source in sources]
     rows = _are_rows(specs, validation, learns)
+    _check_images(sizes, specs, rows=rows, learns=learns)
     reader = _Reader(sizes, tokenizer, packed, learns)
     hold_out: HoldOut = "some" if validation is None else "none"
     if not rows or not isinstance(sizes, HuggingFaceConfig):
@@ -157,6 +160,15 @@ def read_text(
         sum(answered.skipped_rows for answered in reader.answered),
         "; ".join(filter(None, (answered.told for answered in reader.answered))) or None,
     )
+
+
+def _check_images(sizes: Sizes, specs: Sequence[str], *, rows: bool, learns: Learns) -> None:
+    """Refuse what a model that reads images does not learn from."""
+    if getattr(sizes, "reads_images", False) and (not rows or learns != "answers"):
+        raise DataError(
+            f"{', '.join(specs) or 'the demo corpus'} has {_KEYS.get(learns, 'running text')}, and "
+            "the model reads images; give rows with messages that have texts and images"
+        )
 
 
 def _are_rows(specs: Sequence[str], validation: str | None, learns: Learns) -> bool:
@@ -202,6 +214,7 @@ class _Reader:
     ) -> None:
         self.tokenizer = tokenizer
         self.answered: list[_Answered] = []
+        self._pictures: PictureEncoder | None = None
         self._sizes, self._packed, self._learns = sizes, packed, learns
 
     def running(
@@ -225,6 +238,8 @@ class _Reader:
         assert isinstance(self._sizes, HuggingFaceConfig)
         encoder = Encoder(self.tokenizer, ChatTemplate(self._sizes.files))
         separator, answered = self.tokenizer.separator, self._answered(spec)
+        if self._sizes.reads_images:
+            return self._with_pictures(spec, answered, hold_out)
         if self._sizes.labels is not None:  # a head looks at what stands before the padding
             separator = padding_of(self._sizes.config, separator)
         material: ExampleMaterial | PairMaterial
@@ -246,6 +261,20 @@ class _Reader:
             examples = Examples(answered.through(encoder.encode), spec, 1, hold_out)
             material = ExampleMaterial(examples, self._packed, separator)
         return material, material.examples.counts.sha256
+
+    def _with_pictures(
+        self, spec: str, answered: _Answered, hold_out: HoldOut
+    ) -> tuple[Material, str]:
+        assert self.tokenizer is not None
+        assert isinstance(self._sizes, HuggingFaceConfig)
+        if self._pictures is None:  # one for all sources, whose images are to be alike
+            template = ChatTemplate(self._sizes.files)
+            processor = Processor(self._sizes, self.tokenizer.to_json())
+            self._pictures = PictureEncoder(self.tokenizer, template, processor)
+        examples = Examples(answered.through(self._pictures.encode), spec, 1, hold_out)
+        look, padding = self._pictures.look, self.tokenizer.separator
+        material = ExampleMaterial(examples, packed=False, padding=padding, look=look)
+        return material, examples.counts.sha256
 
     def _texts(self, spec: str | None) -> Corpus:
         assert spec is not None
@@ -275,10 +304,7 @@ def own_text(material: Mixture, sampler: Draws, context: int, micro_batch: int) 
     try:
         return joined(list(material.held_out(context, micro_batch, count)))
     except DataError:
-        rows, batch = slice(count * micro_batch), sampler.batch(0)
-        return batch._replace(
-            **{key: part[rows] for key, part in batch._asdict().items() if part is not None}
-        )
+        return sampler.batch(0).part(slice(count * micro_batch))
 
 
 def has_pairs(data: Sequence[str]) -> bool:

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from atomtrain.data import Tokenizer, read_tokenizer
-from atomtrain.data.examples import Part, Rows
+from atomtrain.data.examples import Part
 from atomtrain.data.material import ExampleMaterial, PairMaterial, TextMaterial
 from atomtrain.data.sampler import windows_per_epoch
 from atomtrain.models import Sizes, preset
@@ -48,7 +48,7 @@ def inspect(
         found = _pairs(material, tokenizer, context, samples)
         return {**found, "skipped_rows": text.skipped_rows}
     examples = material.examples
-    rows = Rows(examples.train, context, packed=packed, padding=tokenizer.separator)
+    rows = material.train(context)
     return {
         "kinds": examples.counts.kinds,
         "skipped_rows": text.skipped_rows,

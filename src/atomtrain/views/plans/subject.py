@@ -32,6 +32,7 @@ from atomtrain.models.hugging_face import (
     model_folder,
     read_config,
 )
+from atomtrain.models.image_text import freeze_tower, pixels_of, tower_of
 from atomtrain.models.lora import add_adapters
 from atomtrain.models.lora_config import LoraConfig
 from atomtrain.models.making import parameter_count
@@ -121,6 +122,8 @@ class Subject:
             if head is not None:  # one a sequence; of a reward model a number
                 labels = ids[:, 0] if head.out_features > 1 else ids[:, 0].float()
             example = {"input_ids": ids, "labels": labels}
+            if tower_of(self.model) is not None:
+                example["pixel_values"] = pixels_of(self.model, sequences)
             traced = chain_of(self.model, example)
             chain = traced.chain
             if self.head_pieces is not None:
@@ -174,6 +177,7 @@ def _from_hugging_face(name: str, context_tokens: int | None, head_pieces: int |
     check_context(name, context, sizes.context)
     with torch.device("meta"):
         model = build(sizes, str(file), as_stored=True)
+    freeze_tower(model)  # as atom train does
     return Subject(_name_of(name, file), context, model, head_pieces)
 
 

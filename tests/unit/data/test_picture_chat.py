@@ -1,0 +1,224 @@
+"""Rows with pictures: what is learnt of them, and what is refused in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atomtrain.data import read_tokenizer
+from atomtrain.data.chat import ChatTemplate, Encoder
+from atomtrain.data.examples import IGNORED, Examples, Rows
+from atomtrain.data.picture_chat import PictureEncoder
+from atomtrain.data.rows import Row, read_rows
+from atomtrain.errors import ConfigError, DataError
+from atomtrain.models.hugging_face import read_config
+from atomtrain.models.processor import Processor
+from tests.support.image_models import FEATURES, row_about, write_chats, write_llava
+
+hf = pytest.importorskip("transformers")
+Made = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chats")
+    write_llava(folder / "model", layers=1)
+    write_chats(folder / "data")
+    return folder
+
+
+@pytest.fixture
+def encoder(place: Path) -> PictureEncoder:
+    sizes, tokenizer = read_config(place / "model"), read_tokenizer(place / "model")
+    processor = Processor(sizes, tokenizer.to_json())
+    return PictureEncoder(tokenizer, ChatTemplate(sizes.files), processor)
+
+
+def test_rows_are_what_the_models_own_processor_makes(place: Path, encoder: PictureEncoder) -> None:
+    processor = hf.AutoProcessor.from_pretrained(place / "model", backend="pil")
+    rows = list(read_rows(str(place / "data" / "chats.jsonl")))
+    examples = Examples(map(encoder.encode, rows), "chats", hold_out="none")
+    laid = Rows(examples.train, 64, packed=False, padding=257, look=encoder.look)
+    batch = laid.batch(range(len(rows)))
+    assert batch.pixels is not None
+    for row, ids, labels, pixels in zip(
+        rows, batch.inputs, batch.labels, batch.pixels, strict=True
+    ):
+        asking, answer = row.values["messages"]
+        (image, text) = asking["content"]
+        (name,) = (value for key, value in image.items() if key != "type")
+        image = {"type": "image", "path": str(place / "data" / name)}
+        messages = [{**asking, "content": [image, text]}, answer]
+        asked, whole = (
+            processor.apply_chat_template(
+                said, tokenize=True, return_dict=True, return_tensors="pt",
+                add_generation_prompt=len(said) == 1,
+            )
+            for said in (messages[:1], messages)
+        )  # fmt: skip
+        expected = whole["input_ids"][0]
+        assert ids[: len(expected)].tolist() == expected.tolist()
+        assert int((ids == encoder.look.image_number).sum()) == FEATURES
+        assert torch.equal(pixels, whole["pixel_values"])
+        counted = labels != IGNORED
+        first = asked["input_ids"].shape[1]
+        assert counted.nonzero().flatten().tolist() == list(range(first - 1, len(expected) - 1))
+        assert torch.equal(labels[counted], expected[first:])
+
+
+def test_a_row_whose_picture_is_cut_off_is_dropped(place: Path, encoder: PictureEncoder) -> None:
+    row = {"messages": [
+        {"role": "user", "content": "red?"}, {"role": "assistant", "content": "yes"},
+        *row_about("pictures/1.png")["messages"],
+    ]}  # fmt: skip
+    made = encoder.encode(Row("late", row, place / "data"))
+    short = encoder.encode(Row("short", row_about("pictures/0.png"), place / "data"))
+    last = max(i for i, t in enumerate(made.tokens) if t == encoder.look.image_number)
+    examples = Examples([made, short], "both", hold_out="none")
+    for context, dropped in ((last, 1), (last + 1, 0)):
+        rows = Rows(examples.train, context, packed=False, padding=257, look=encoder.look)
+        assert rows.dropped == dropped
+
+
+def bomb(folder: Path) -> Made:
+    from PIL import Image
+
+    Image.new("1", (10_000, 9_000)).save(folder / "large.png")
+    return row_about("large.png")
+
+
+def half(folder: Path) -> Made:
+    whole = (folder / "pictures" / "1.png").read_bytes()
+    (folder / "half.png").write_bytes(whole[: len(whole) // 2])
+    return row_about("half.png")
+
+
+def script(folder: Path) -> Made:
+    (folder / "script.eps").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    return row_about("script.eps")
+
+
+def asking(item: Made) -> Callable[[Path], Made]:
+    def make(_: Path) -> Made:
+        row = row_about("pictures/1.png")
+        row["messages"][0]["content"].append(item)
+        return row
+
+    return make
+
+
+def in_an_answer(_: Path) -> Made:
+    row = row_about("pictures/1.png")
+    row["messages"][1]["content"].append({"type": "image", "path": "pictures/2.png"})
+    return row
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (bomb, "large.png has more than 89478485 pixels"),
+        (half, "half.png cannot be opened"),
+        (script, "script.eps cannot be opened"),
+        (asking({"type": "text", "text": "or <image>?"}), "has 1 image, and <image> stands 2"),
+        (asking({"type": "image"}), "is an image without path or image or url"),
+        (asking({"type": "video", "path": "a.mp4"}), "of type 'video'; allowed are text and"),
+        (in_an_answer, "is an answer with an image"),
+        (lambda _: row_about("pictures/none.png"), "there is no image"),
+        (lambda _: row_about("https://example.org/1.png"), "is an address, and nothing is fetched"),
+        (lambda _: row_about("data:image/png;base64,AA"), "is an address, and nothing is fetched"),
+        (lambda _: row_about("../model/1.png"), "is not named from the folder of the data"),
+        (lambda _: row_about("/etc/1.png"), "is not named from the folder of the data"),
+        (lambda _: row_about(), "has no image, and the model reads images"),
+        (lambda _: {"prompt": "a", "completion": "b"}, "is a text; the model reads images"),
+        (
+            lambda _: row_about("pictures/1.png", "pictures/2.png"),
+            "has 2 images, and first has 1",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_seen_is_refused(
+    place: Path, encoder: PictureEncoder, make: Callable[[Path], Made], told: str
+) -> None:
+    encoder.encode(Row("first", row_about("pictures/0.png"), place / "data"))
+    with pytest.raises(DataError) as found:
+        encoder.encode(Row("second", make(place / "data"), place / "data"))
+    assert str(found.value).startswith("second: ")
+    assert told in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_images_of_data_without_a_folder_are_refused(encoder: PictureEncoder) -> None:
+    with pytest.raises(DataError, match="the data are not a file"):
+        encoder.encode(Row("named", row_about("pictures/0.png")))
+
+
+def test_a_model_of_texts_takes_no_images(place: Path, encoder: PictureEncoder) -> None:
+    sizes, tokenizer = read_config(place / "model"), read_tokenizer(place / "model")
+    texts = Encoder(tokenizer, ChatTemplate(sizes.files))
+    with pytest.raises(DataError, match="the model reads texts only"):
+        texts.encode(Row("row", row_about("pictures/0.png"), place / "data"))
+
+
+def test_a_picture_that_has_changed_is_refused(place: Path, encoder: PictureEncoder) -> None:
+    file = place / "data" / "changing.png"
+    file.write_bytes((place / "data" / "pictures" / "1.png").read_bytes())
+    made = encoder.encode(Row("row", row_about(file.name), place / "data"))
+    file.write_bytes((place / "data" / "pictures" / "2.png").read_bytes())
+    with pytest.raises(DataError, match="has changed since the run began"):
+        encoder.look.pixels(made.pictures)
+
+
+def test_a_template_that_leaves_something_out_is_refused(
+    place: Path, encoder: PictureEncoder
+) -> None:
+    row = Row("row", row_about("pictures/0.png"), place / "data")
+    template = encoder._template
+    assert template.text is not None
+    whole = template.text
+    template.text = whole.replace("<image>", "")
+    with pytest.raises(DataError, match="has 1 image, and <image> stands 0 times"):
+        encoder.encode(row)
+    template.text = whole.replace("{{ c['text'] }}", "")
+    with pytest.raises(DataError, match="leaves out the text of message 0"):
+        encoder.encode(row)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"image_token": "<s>"}, "puts token 256 .'<s>'. for images, and config.json says 259"),
+        (
+            {"image_processor": {"image_processor_type": "EvilProcessor"}},
+            "'EvilProcessor', which the installed transformers does not have",
+        ),
+        (
+            {"image_processor": {"image_processor_type": "CLIPImageProcessor", "size": 1 << 20}},
+            "says size 1048576; numbers from 0 to 4096",
+        ),
+        ({"image_processor": []}, "the model's image_processor_type is 'None'"),
+        (None, "the model has no processor"),
+    ],
+)
+def test_a_processor_that_cannot_be_is_refused(place: Path, settings: Any, told: str) -> None:
+    import json
+
+    sizes, tokenizer = read_config(place / "model"), read_tokenizer(place / "model")
+    files = dict(sizes.files)
+    said = json.loads(files.pop("processor_config.json"))
+    if settings is not None:
+        files["processor_config.json"] = json.dumps({**said, **settings})
+        files["tokenizer_config.json"] = json.dumps({"eos_token": "</s>"})
+    object.__setattr__(sizes, "files", files)
+    with pytest.raises(ConfigError, match=told):
+        Processor(sizes, tokenizer.to_json())
+
+
+def test_pillow_is_asked_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, tokenizer = read_config(place / "model"), read_tokenizer(place / "model")
+    monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
+    with pytest.raises(ConfigError, match=r"pip install 'atomtrain\[images\]'"):
+        Processor(sizes, tokenizer.to_json())
