@@ -53,7 +53,10 @@ def train(
 
 def draws_random_numbers(model: nn.Module) -> bool:
     """Return whether training draws random numbers."""
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return any(
+        (isinstance(module, nn.Dropout) and module.p > 0) or hasattr(module, "neftune_noise_alpha")
+        for module in model.modules()
+    )
 
 
 class HeadFirst(nn.Module):

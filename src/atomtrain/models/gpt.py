@@ -221,6 +221,10 @@ class GPT(nn.Module):
             elif "norm.weight" not in name:
                 nn.init.zeros_(parameter)
 
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the embedding of tokens, as Hugging Face's models do."""
+        return self.embedding.token
+
     def chain_layers(self) -> list[Layer]:
         """Return embedding, blocks and head."""
         return self.layers_given(())

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.models.heads import head_of
 from atomtrain.models.image_text import in_tower as is_in_tower
-from atomtrain.models.lora_config import ALL_LINEAR, BITS, LoraConfig
-from atomtrain.models.lora_experts import ExpertAdapter, adapt, beginning_of, experts_of
+from atomtrain.models.lora_config import ALL_LINEAR, BITS, NOTHING, LoraConfig
+from atomtrain.models.lora_experts import ExpertAdapter, adapt, experts_of
+from atomtrain.models.lora_init import Begun, begin, drawn
 from atomtrain.models.quantised import dequantise, empty_quantised, quantise, quantised_linear
 
 ADAPTER_PARTS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
@@ -32,7 +33,7 @@ class LoraLinear(nn.Module):
 
     def __init__(self, base: nn.Linear, config: LoraConfig) -> None:
         super().__init__()
-        self.scale, self.bits = config.scale, config.bits
+        self.scale, self.bits, self._config = config.scale, config.bits, config
         inputs, outputs, like = base.in_features, base.out_features, base.weight
         if config.bits is None:
             self.weight: nn.Parameter | None = _frozen(base.weight)
@@ -41,6 +42,12 @@ class LoraLinear(nn.Module):
             room = empty_quantised(outputs, inputs, config.bits, like)
             self.codes, self.scales = map(_frozen, room)
         self.bias = None if base.bias is None else _frozen(base.bias)
+        if config.init != NOTHING and config.r > min(inputs, outputs):
+            raise ConfigError(
+                f"--lora init={config.init} begins with {config.r} parts of every matrix, and one "
+                f"is {outputs} x {inputs}; give r={min(inputs, outputs)} or less, or targets "
+                "without it"
+            )
         made: dict[str, Any] = {"bias": False, "device": like.device, "dtype": like.dtype}
         self.lora_A = nn.Linear(inputs, config.r, **made)
         self.lora_B = nn.Linear(config.r, outputs, **made)
@@ -71,9 +78,12 @@ class LoraLinear(nn.Module):
 
         Args:
             read: Returns the trained matrix, `[O, I]` float32.
-            seed: What decides `A`; `B` is zero, so that nothing changes at first.
+            seed: What decides what is drawn. At first the layer computes what it did.
         """
         weight = read()
+        begun = self._begun(weight, seed)
+        if self._takes_out:
+            weight = begun.within(weight, -self.scale)
         if self.weight is not None:
             yield "weight", weight
         else:
@@ -81,9 +91,20 @@ class LoraLinear(nn.Module):
             yield "codes", packed.codes
             yield "scales", packed.scales
             weight = dequantise(*packed, torch.float32)
-        yield from beginning_of(self.lora_A, self.lora_B, seed)
+        yield "lora_A.weight", begun.a
+        yield "lora_B.weight", begun.b
         if self.lora_magnitude_vector is not None:
-            yield "lora_magnitude_vector", weight.norm(dim=1)
+            whole = begun.within(weight, self.scale) if self._takes_out else weight
+            yield "lora_magnitude_vector", whole.norm(dim=1)
+
+    @property
+    def _takes_out(self) -> bool:
+        return self._config.init != NOTHING
+
+    def _begun(self, weight: Tensor, seed: str) -> Begun:
+        if self._takes_out:
+            return begin(weight, self._config, seed)
+        return Begun(drawn(self.lora_A.weight.shape, seed), torch.zeros(self.lora_B.weight.shape))
 
     def _norms(self) -> Tensor:
         with torch.no_grad():
@@ -154,10 +175,11 @@ def _targets(model: nn.Module, config: LoraConfig, in_tower: bool) -> list[tuple
             f"--lora targets={unknown[0]} is neither a linear layer nor experts of the model."
             f"{nearest(unknown[0], sorted(known))} It has {', '.join(sorted(known)) or 'none'}"
         )
-    if (named := sorted(wanted & expert_names)) and (config.dora or config.dropout):
+    more = config.dora or config.dropout or config.init != NOTHING
+    if more and (named := sorted(wanted & expert_names)):
         raise ConfigError(
             f"--lora targets={named[0]} names experts, whose adapters have neither dora nor "
-            "dropout; leave these out, or the experts"
+            "dropout, and begin at nothing; leave dora, dropout and init out, or the experts"
         )
     if ALL_LINEAR in config.targets:
         wanted |= linear_names

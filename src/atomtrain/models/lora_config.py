@@ -6,8 +6,9 @@ See `atomtrain.models.lora` for what is computed.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from atomtrain.errors import ConfigError, nearest
@@ -15,6 +16,9 @@ from atomtrain.errors import ConfigError, nearest
 ALL_LINEAR = "all-linear"
 BITS = (8, 4)
 """Of a frozen matrix that is held narrow."""
+NOTHING, PISSA, OLORA = "nothing", "pissa", "olora"
+"""How adapters begin; `pissa_niter_16` is another, with any number. See `models/lora_init.py`."""
+_ROUNDS = re.compile(rf"{PISSA}_niter_([1-9]\d{{0,3}})")
 _MOST_RANK = 1 << 16
 _EXAMPLE = "r=8,alpha=16,targets=q_proj+v_proj"
 
@@ -36,6 +40,9 @@ class LoraConfig:
     """Let the adapter's output not shrink with a larger rank (Kalajdzievski 2023)."""
     dropout: float = 0.0
     """Share of the adapter's inputs that training leaves out."""
+    init: str = NOTHING
+    """How adapters begin: at `nothing`, or with the main part of their matrix, which is taken out
+    of the frozen one: `pissa`, `pissa_niter_16` or `olora`."""
     bits: int | None = None
     """Hold the adapted matrices in 8 or 4 bits; `None`: as they are."""
 
@@ -55,6 +62,11 @@ class LoraConfig:
                 "--lora dora=true takes no dropout: the length of a row is that of the whole "
                 "matrix; leave one of them out"
             )
+        if self.init not in (NOTHING, PISSA, OLORA) and not _ROUNDS.fullmatch(str(self.init)):
+            raise ConfigError(
+                f"--lora init={self.init} must be {PISSA}, {PISSA}_niter_16 (or another number of "
+                f"rounds), {OLORA} or {NOTHING}"
+            )
         if self.bits is not None and self.bits not in BITS:
             raise ConfigError(f"--lora bits={self.bits} must be 8 or 4")
 
@@ -63,10 +75,22 @@ class LoraConfig:
         """By what an adapter's output is multiplied."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
+    @property
+    def as_ordinary(self) -> LoraConfig:
+        """What adapters of the published matrices are, twice as wide, if `init` changed those."""
+        grown = math.sqrt(2) if self.rslora else 2
+        return replace(self, init=NOTHING, r=2 * self.r, alpha=grown * self.alpha)
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LoraConfig:
         """Read what `dataclasses.asdict` made, possibly through JSON."""
         return cls(**{**data, "targets": tuple(data["targets"])})
+
+
+def rounds_of(init: str) -> int | None:
+    """Return N of `pissa_niter_N`, `None` for another."""
+    found = _ROUNDS.fullmatch(init)
+    return None if found is None else int(found[1])
 
 
 def parse_lora(text: str) -> LoraConfig:
@@ -102,5 +126,6 @@ _VALUES: dict[str, Any] = {
     "dora": _FLAG,
     "rslora": _FLAG,
     "dropout": float,
+    "init": str,
     "targets": lambda value: tuple(value.split("+")),
 }

@@ -9,8 +9,6 @@ one rank side by side. The adapted experts of a layer exist while that layer run
 from __future__ import annotations
 
 import functools
-import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.models.lora_config import LoraConfig
+from atomtrain.models.lora_init import drawn
 from atomtrain.models.quantised import empty_quantised, quantise, wide
 
 _ADAPTERS = "expert_lora"
@@ -59,7 +58,8 @@ class ExpertAdapter(nn.Module):
             packed = [quantise(expert, self.bits) for expert in read()]
             yield "codes", torch.cat([each.codes for each in packed])
             yield "scales", torch.cat([each.scales for each in packed])
-        yield from beginning_of(self.lora_A, self.lora_B, seed)
+        yield "lora_A.weight", drawn(self.lora_A.weight.shape, seed)
+        yield "lora_B.weight", torch.zeros(self.lora_B.weight.shape)
 
 
 class _Adapted(nn.Module):
@@ -148,13 +148,3 @@ def adapted_by(adapter: str) -> str | None:
     path, _, name = adapter.rpartition(".")
     path, _, middle = path.rpartition(".")
     return f"{path}.{name}" if middle == _ADAPTERS else None
-
-
-def beginning_of(a: nn.Linear, b: nn.Linear, seed: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the values of `A`, drawn as peft does, and of `B`: zero, so that nothing changes."""
-    key = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little") >> 1
-    bound = 1 / math.sqrt(a.in_features)  # kaiming_uniform_ with a = sqrt(5)
-    drawn = torch.empty(a.weight.shape)
-    generator = torch.Generator().manual_seed(key)
-    yield "lora_A.weight", drawn.uniform_(-bound, bound, generator=generator)
-    yield "lora_B.weight", torch.zeros(b.weight.shape)

@@ -8,7 +8,7 @@ from atomtrain.lazy import getter
 
 if TYPE_CHECKING:
     from atomtrain.optimizers.adamw import AdamW
-    from atomtrain.optimizers.groups import decay_groups, muon_groups
+    from atomtrain.optimizers.groups import decay_groups, layer_groups, muon_groups
     from atomtrain.optimizers.masters import MASTER_BYTES
     from atomtrain.optimizers.moments import BYTES_PER_PARAMETER
     from atomtrain.optimizers.muon import Muon
@@ -23,6 +23,7 @@ __all__ = [
     "Muon",
     "Schedule",
     "decay_groups",
+    "layer_groups",
     "muon_groups",
 ]
 
@@ -36,6 +37,7 @@ __getattr__ = getter(
         "Muon": "atomtrain.optimizers.muon",
         "Schedule": "atomtrain.optimizers.schedules",
         "decay_groups": "atomtrain.optimizers.groups",
+        "layer_groups": "atomtrain.optimizers.groups",
         "muon_groups": "atomtrain.optimizers.groups",
     },
 )

@@ -10,13 +10,15 @@ single tokens. Those, norms, biases and everything of another shape go to AdamW.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError
 
+FACTOR = "lr_factor"
+"""Of a group: by what the run's learning rate is multiplied for it; 1 where a group has none."""
 Source = nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
 Group = dict[str, Any]
 
@@ -88,6 +90,77 @@ def muon_groups(
     groups = decay_groups(rest, weight_decay) if rest else []
     muon = {"params": matrices, "weight_decay": weight_decay, "algorithm": "muon"}
     return _filled(muon, *({**group, "algorithm": "adamw"} for group in groups))
+
+
+def layer_groups(
+    model: nn.Module, groups: Sequence[Group], layer_lr_decay: float, lr: float
+) -> list[Group]:
+    """Divide groups by layers, of which those nearer the input learn more slowly.
+
+    Layers are the elements of the list (`nn.ModuleList` or `nn.Sequential`, none inside of another)
+    with the most parameters. What the model names behind it (the last norm, the head) learns with
+    `lr`, each layer below with `layer_lr_decay` times what the one above has, and what is named
+    before the list (embeddings) as a layer below all (Howard and Ruder 2018, arXiv 1801.06146;
+    Clark et al. 2020, arXiv 2003.10555).
+
+    Args:
+        model: Whose parameters the groups have.
+        groups: For an optimizer, such as those of `decay_groups` or `muon_groups`.
+        layer_lr_decay: Above 0 and at most 1; 1 gives the groups back.
+        lr: Of the top.
+
+    Returns:
+        Groups with `lr` and `lr_factor` of their own; what else they have stays.
+
+    Raises:
+        ConfigError: the model has no such list.
+    """
+    if layer_lr_decay == 1:
+        return list(groups)
+    below = _layers_below_top(model)
+    found: list[Group] = []
+    for group in groups:
+        by_depth: dict[int, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            by_depth.setdefault(below[id(parameter)], []).append(parameter)
+        for depth, members in sorted(by_depth.items()):
+            factor = layer_lr_decay**depth
+            found.append({**group, "params": members, "lr": lr * factor, FACTOR: factor})
+    return found
+
+
+def set_learning_rate(groups: Iterable[Group], lr: float) -> None:
+    """Set the learning rate of an optimizer's groups, each by its own factor."""
+    for group in groups:
+        group["lr"] = lr * group.get(FACTOR, 1.0)
+
+
+def _layers_below_top(model: nn.Module) -> dict[int, int]:
+    """Return how many layers are above each parameter, by its `id`; a shared one counts where it is
+    named first."""
+    lists: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        nested = any(path.startswith(f"{outer}." if outer else "") for outer in lists)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not nested:
+            lists[path] = module
+    if not lists:
+        raise ConfigError(
+            f"layer_lr_decay needs a model with a list of layers (nn.ModuleList or nn.Sequential), "
+            f"and {type(model).__name__} has none; give groups of your own with an lr each"
+        )
+    path, layers = max(lists.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    top = len(list(layers.children())) + 1
+    inside = {
+        id(parameter): top - 1 - index
+        for index, layer in enumerate(layers.children())
+        for parameter in layer.parameters()
+    }
+    below, passed = {}, False
+    for name, parameter in model.named_parameters():
+        in_list = name.startswith(f"{path}." if path else "")
+        passed |= in_list
+        below[id(parameter)] = inside[id(parameter)] if in_list else 0 if passed else top
+    return below
 
 
 def _is_hidden(model: nn.Module) -> Callable[[str, nn.Parameter], bool]:

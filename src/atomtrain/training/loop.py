@@ -14,9 +14,11 @@ from types import FrameType
 import torch
 
 from atomtrain.data.sampler import joined
+from atomtrain.engine.calibration.step_times import StepTimes
 from atomtrain.engine.engine_base import StepReport
 from atomtrain.errors import DiskError, StreamError
 from atomtrain.events import EventLog
+from atomtrain.optimizers.groups import set_learning_rate
 from atomtrain.training.run_events import (
     SwarmFile,
     announce,
@@ -31,7 +33,7 @@ from atomtrain.training.setup.setup import Session
 from atomtrain.training.together.gradients import GradientFragments
 from atomtrain.views.runs.files import EVENTS_FILE, PICTURE_FILE
 from atomtrain.views.runs.picture import loss_picture
-from atomtrain.views.runs.plan_event import measured_of, tell_timeline
+from atomtrain.views.runs.plan_event import measured_of, tell_prediction, tell_timeline
 
 _GLANCE_SEQUENCES = 16
 """Held-out sequences of an evaluation during training; the one at the end takes more, unless it is
@@ -72,6 +74,7 @@ class Loop:
         self._started_s = time.monotonic()
         self._first_step = session.step
         self._pace = Pace(session.step, self._started_s)
+        self._times = StepTimes()
         self._told_step = 0
         self._shown = False
         self._members: dict[str, str] = {}
@@ -126,8 +129,7 @@ class Loop:
     def _train(self, micro_batches: list[dict[str, torch.Tensor]]) -> float:
         session = self._session
         rate = session.recipe.learning_rate_at(session.step)
-        for group in session.engine.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(session.engine.optimizer.param_groups, rate)
         # A pure function of run, peer and step, so that resuming needs no generator's state.
         torch.manual_seed(seed_of(session.recipe.seed, session.name, self._position))
         self._shown = self._is_shown()
@@ -249,6 +251,7 @@ class Loop:
         session, report = self._session, self._report()
         recipe, engine = session.recipe, session.engine
         self._last = (loss, self._last[1])
+        self._times.note(report.step_s)
         self._events.emit(
             "step",
             step=session.step,
@@ -304,6 +307,7 @@ class Loop:
             session.swarm.leave(_LEAVE_S)
         if reason == "completed" and not session.recipe.has_head:
             tell_samples(session, self._events)
+        tell_prediction(session.engine, self._times, self._events)
         self._events.emit(
             "run_finished",
             reason=reason,

@@ -215,3 +215,29 @@ def test_small_and_large_ones(monkeypatch: pytest.MonkeyPatch, job_bytes: int) -
         clip_norm=0.5,
         inject=random_delays(job_bytes),
     )
+
+
+class Repeated(nn.Module):
+    """Layers that use the same weights again and again, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(48, 48), nn.Linear(48, 48)
+        self.head = nn.Linear(48, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.second(self.first(x).relu()).tanh()
+        return self.head(x).pow(2).mean()
+
+
+@pytest.mark.parametrize("how", ACTIVATIONS)
+def test_gradients_of_weights_that_a_segment_uses_often_are_planned(
+    monkeypatch: pytest.MonkeyPatch, how: Activation
+) -> None:
+    use_shape(monkeypatch, Shape((0, 6), (0, 6, 7), 1, 1, activations=(how, "recompute")))
+    example = {"x": torch.randn(4, 48)}
+    with swap(Repeated(), example, loss=lambda output, _: output, micro_batches=2) as engine:
+        engine.step([example, example])
+        assert engine.last is not None
+        assert engine.last.device_peak_bytes <= engine.plan.device_peak_bytes

@@ -20,6 +20,7 @@ from tests.support.hugging_face_models import (
     write_text,
     write_tokenizer,
 )
+from tests.support.sentencepiece import SETTINGS, converted
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")
@@ -164,3 +165,26 @@ def test_adapters_are_merged_and_the_context_is_that_of_the_sliding_window() -> 
     reader = check_tensors("bf16.gguf", weights, FAMILIES["mistral"])
     assert field(reader, "general.architecture") == "llama"
     assert field(reader, "llama.context_length") == 96
+
+
+def test_a_tokenizer_of_sentencepiece_is_read_with_its_tokens() -> None:
+    from transformers import AutoTokenizer
+
+    folder, text = Path("llama").absolute(), write_text(Path("text.txt"))
+    write_model(folder, {**SIZES, "vocab_size": 500})
+    stored = converted(["the cat sat on the mat and the dog lay by the door"])
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    (folder / "tokenizer_config.json").write_text(json.dumps(SETTINGS))
+    run = train_by_command(folder, text, "mine", memory="4MiB", sequences=2, steps=1)
+    assert main(["export", str(run), "out"]) == 0
+    assert main(["export", str(run), "f16.gguf", "--gguf", "f16"]) == 0
+    reader = gguf.GGUFReader("f16.gguf")
+    assert field(reader, "tokenizer.ggml.model") == "llama"
+    assert field(reader, "tokenizer.ggml.add_space_prefix") is True
+    assert len(field(reader, "tokenizer.ggml.scores")) == 500
+    load: Any = AutoTokenizer.from_pretrained
+    read, expected = load(".", gguf_file="f16.gguf"), load("out")
+    # transformers' own reader puts no space before a text that begins with one.
+    for words in ("the cat", "on  the roof", "Zo\u00eb\n\u6f22\U0001f600 mat", ""):
+        assert read(words).input_ids == expected(words).input_ids, words
+        assert expected(words).input_ids[0] == 1

@@ -74,6 +74,7 @@ OTHERS = {
     "model": "demo", "context": 8, "clip_norm": 0.5, "seed": 3, "optimizer": "muon",
     "precision": "bf16", "gradient_dtype": "float32", "lora": "r=2", "objective": "dpo",
     "beta": 0.2, "gamma": 0.5, "warmup_steps": 7, "weight_decay": 0.3,
+    "layer_lr_decay": 0.9, "neftune_noise_alpha": 5.0,
 }  # fmt: skip
 
 

@@ -108,3 +108,24 @@ def test_views_have_shape_and_type_and_share_memory(dtype: torch.dtype) -> None:
     assert view.data_ptr() == buffer.data_ptr() + 256
     empty = view_of(buffer, 1024, torch.empty(0, 4, dtype=dtype))
     assert empty.shape == (0, 4)
+
+
+def test_blocks_keep_their_weights_where_others_have_the_same_users() -> None:
+    from atomtrain.planning.cost.host import whole_shape
+    from atomtrain.planning.plan.shape import Shape
+
+    token, twice, head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+    layers = (
+        Layer("token", token, ("ids",), ("a",)),
+        Layer("one", twice, ("a",), ("b",)),
+        Layer("two", twice, ("b",), ("c",)),
+        Layer("head", head, ("c",), ("loss",)),
+    )
+    chain = Chain(layers, ("ids",), "loss", {})
+    rest = Chain(layers[1:], ("a",), "loss", {})
+    weight = Layout(rest).block_of[id(twice.weight)]
+    shape = Shape((0,), (0, 3), 1, 1, resident_blocks=(weight,), device_blocks=(2,))
+    found = whole_shape(shape, chain, rest, 1)
+    assert found.resident_blocks == (Layout(chain).block_of[id(twice.weight)],)
+    assert found.device_blocks == (3,)
+    assert (found.backward_bounds, found.host_layers) == ((1, 4), 1)

@@ -70,7 +70,8 @@ def test_name_of_a_tokenizer_is_found_from_how_it_cuts(pre: str, given: dict[str
         (texts(sequence(split(LLAMA_3), BYTES)), "cuts text in a way"),  # it needs ignore_merges
         (texts(normalizer={"type": "NFC"}), "cuts text in a way"),
         (texts({**WORDS, "add_prefix_space": True}), "cuts text in a way"),
-        (texts(byte_fallback=True), "SentencePiece"),
+        (texts(byte_fallback=True), "no piece <0x00>"),
+        (texts(type="WordPiece"), "of the kind WordPiece"),
         (texts(end_of_word_suffix="</w>"), "end_of_word_suffix"),
     ],
 )

@@ -80,6 +80,26 @@ def test_experts_that_axolotl_names_are_targets(tmp_path: Path, modules: str, ta
     assert not any("lora_target" in line for line in found.left_out)
 
 
+@pytest.mark.parametrize(
+    ("said", "init"),
+    [
+        ("peft_init_lora_weights: olora", ",init=olora"),
+        ("peft_init_lora_weights: true", ""),
+        ("pissa_init: true", ",init=pissa_niter_16"),
+        ("pissa_init: true\npissa_iter: 4", ",init=pissa_niter_4"),
+        ("pissa_init: true\npissa_iter: -1", ",init=pissa"),
+        ("pissa_init: false", ""),
+    ],
+)
+def test_how_adapters_begin_and_noise_on_embeddings(tmp_path: Path, said: str, init: str) -> None:
+    text = f"base_model: org/model\nadapter: lora\nlora_r: 8\nneftune_noise_alpha: 5\n{said}\n"
+    found = imported(written(tmp_path, text))
+    assert TrainOptions(**found.values) == TrainOptions(
+        model="org/model", lora=f"r=8{init}", neftune_noise_alpha=5.0
+    )
+    assert found.left_out == []
+
+
 def test_axolotl(tmp_path: Path) -> None:
     found = imported(written(tmp_path, AXOLOTL))
     assert TrainOptions(**found.values) == TrainOptions(

@@ -91,7 +91,8 @@ def test_it_learns_and_tells(tmp_path: Path) -> None:
     ]  # fmt: skip
     kinds = {event["event"] for event in read_events(tmp_path / "events.jsonl")}
     assert kinds == {
-        "run_started", "plan", "step", "timeline", "evaluation", "checkpoint", "run_finished",
+        "run_started", "plan", "step", "timeline", "evaluation", "checkpoint", "prediction",
+        "run_finished",
     }  # fmt: skip
 
 

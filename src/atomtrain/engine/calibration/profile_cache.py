@@ -38,6 +38,8 @@ VERSION = 12
 """Of the file's form, and of what its figures mean."""
 KEPT_S = 7 * 24 * 3600.0
 """Measurements older than this are made again: drivers, cooling and neighbours change."""
+_DOUBTED, _SETTLED = "doubted", "settled"
+"""Of a profile: steps were not as predicted; it was measured anew for that reason."""
 _MOST_ENTRIES = 500
 """Of layers, and of updates; the newest are kept."""
 _TURN_S = 60.0
@@ -123,11 +125,12 @@ class ProfileCache:
         self._machine: dict[str, Any] = {}
         self._layers: dict[str, dict[str, float]] = {}
         self._updates: dict[str, dict[str, float]] = {}
+        self._doubt = ""
         self.reload()
 
     def reload(self) -> None:
         """Read again what other processes may have written."""
-        self._machine, self._layers, self._updates = {}, {}, {}
+        self._machine, self._layers, self._updates, self._doubt = {}, {}, {}, ""
         try:
             data = json.loads(self.path.read_text(encoding="utf-8"))
             self._check(data)
@@ -138,7 +141,7 @@ class ProfileCache:
             return
         now_s = time.time()
         if _fresh(data["machine"], now_s):
-            self._machine = data["machine"]
+            self._machine, self._doubt = data["machine"], data.get("doubt", "")
         self._layers = {k: v for k, v in data["layers"].items() if _fresh(v, now_s)}
         self._updates = {k: v for k, v in data["updates"].items() if _fresh(v, now_s)}
 
@@ -180,13 +183,25 @@ class ProfileCache:
         entries = [self._machine, *(self._layers.get(key, {}) for key in wanted)]
         return max(float(entry.get("crowded_share", 0.0)) for entry in entries)
 
+    @property
+    def doubted(self) -> bool:
+        """Whether steps were not as predicted from this."""
+        return self._doubt == _DOUBTED
+
+    def doubt(self) -> bool:
+        """Note that steps were not as predicted, unless it was measured anew for that reason."""
+        if self.known and self._doubt != _SETTLED:
+            self._doubt = _DOUBTED
+        return self.doubted
+
     def forget(self, above_share: float | None = None) -> None:
         """Forget everything, or what was measured while others had more of the processor."""
         if above_share is None:
             self._machine, self._layers, self._updates = {}, {}, {}
+            self._doubt = _SETTLED if self.doubted else ""
             return
         if self._machine and self._machine["crowded_share"] > above_share:
-            self._machine = {}
+            self._machine, self._doubt = {}, ""
         self._layers = {
             key: entry
             for key, entry in self._layers.items()
@@ -208,6 +223,7 @@ class ProfileCache:
         data = {
             "version": VERSION,
             "key": self.key,
+            "doubt": self._doubt,
             "machine": self._machine,
             "layers": _newest(self._layers),
             "updates": _newest(self._updates),
@@ -241,6 +257,8 @@ class ProfileCache:
             raise ValueError(f"version {data['version']!r}, not {VERSION}")
         if data["key"] != self.key:
             raise ValueError("it is of another machine")
+        if data.get("doubt", "") not in ("", _DOUBTED, _SETTLED):
+            raise ValueError(f"its doubt is {data['doubt']!r}")
         for name in ("layers", "updates"):
             if not isinstance(data[name], dict):
                 raise ValueError(f"its {name} are no object")

@@ -159,7 +159,8 @@ def take_profile(
 ) -> Profile:
     """Return what a plan needs to know; a few seconds the first time, then from the cache.
 
-    What was measured on a crowded processor is measured again as soon as it is less crowded.
+    What was measured on a crowded processor is measured again as soon as it is less crowded, and
+    what steps were predicted from wrongly, the next time (`engine/calibration/step_times.py`).
 
     Args:
         device: Idle, and nothing of the model on it.
@@ -185,7 +186,8 @@ def take_profile(
         for layer, cost in zip(chain.layers, costs.layers, strict=True)
     }
     again = measure == "again"
-    if again or not _complete(cache, keys) or _less_crowded(cache, keys.values()):
+    known = _complete(cache, keys) and not cache.doubted
+    if again or not known or _less_crowded(cache, keys.values()):
         with cache.turn(), Progress("measuring the machine and the model's layers"):
             _forget(cache, keys.values(), again=again)
             _measure_machine(cache, device, overhead)
@@ -211,7 +213,7 @@ def profiled_machine(
         again: Forget what the cache has, times of layers too.
     """
     cache = ProfileCache(folder or profile_folder(), machine_key(device))
-    if again or cache.machine(1, 1) is None or _less_crowded(cache, ()):
+    if again or not cache.known or cache.doubted or _less_crowded(cache, ()):
         with cache.turn():
             _forget(cache, (), again=again)
             _measure_machine(cache, device, overhead)
@@ -224,7 +226,7 @@ def profiled_machine(
 def _forget(cache: ProfileCache, keys: Iterable[str], *, again: bool) -> None:
     """Read what others may have measured meanwhile, and forget what is to be measured again."""
     cache.reload()
-    if again:
+    if again or cache.doubted:
         cache.forget()
     elif _less_crowded(cache, keys):
         cache.forget(CROWDED_SHARE)

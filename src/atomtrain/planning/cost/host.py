@@ -128,15 +128,12 @@ def whole_shape(shape: Shape, chain: Chain, rest: Chain, host_layers: int) -> Sh
     if not host_layers:
         return shape
     layout, of_rest = Layout(chain), Layout(rest)
-    users = {b: layout.users(b, host_layers) for b in range(layout.blocks)}
 
     def whole(blocks: tuple[int, ...]) -> tuple[int, ...]:
-        found: set[int] = set()
-        for block in blocks:
-            there = tuple(user + host_layers for user in of_rest.users(block))
-            # A weight that only one layer on the device uses is that layer's own there.
-            found.update(b for b in users if users[b] == there and layout.block_bytes(b))
-        return tuple(sorted(found))
+        # By parameter: several weights may have the same users, and one that only one layer on the
+        # device uses is that layer's own there.
+        keys = (id(p) for p in rest.parameters)
+        return tuple(sorted({layout.block_of[k] for k in keys if of_rest.block_of[k] in blocks}))
 
     return shape._replace(
         forward_bounds=tuple(bound + host_layers for bound in shape.forward_bounds),

@@ -79,7 +79,7 @@ class Segments:
             saved=saved.n_bytes,
             saved_out=saved.out_bytes,
             saved_forward=saved.forward,
-            saved_backward=saved.backward,
+            saved_backward=saved.backward + self._workspaces.shared_bytes(start, stop),
             below=self.crossing_bytes[start],
             above=self.crossing_bytes[stop],
             largest_below=self._largest[start],

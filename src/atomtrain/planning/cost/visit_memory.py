@@ -173,17 +173,27 @@ class Workspaces:
             inner = max(inner, kept + alive + cost.backward_bytes)
         return row
 
+    def shared_bytes(self, start: int, stop: int) -> int:
+        """Return the most that the gradients of weights that several layers share take."""
+        weights = self._shared_within(start, stop)
+        return max((_held_at(index, weights) for index in range(start, stop)), default=0)
+
+    def _shared_within(self, start: int, stop: int) -> list[tuple[list[int], int]]:
+        """Return users and bytes of each weight that several of these layers share."""
+        weights = []
+        for shared in self._layout.shared:
+            users = [user for user in shared.users if start <= user < stop]
+            if len(users) > 1:
+                weights.append((users, shared.stop_bytes - shared.start_bytes))
+        return weights
+
     def _shared_gradients(self, start: int, stop: int) -> int:
         """Return the peak of backward with weights that several of the segment's layers share.
 
         Autograd holds such a weight's gradient from its last user in the segment until that from
         the first one is there, and adds them out of place. 0 if there are none.
         """
-        weights = []
-        for shared in self._layout.shared:
-            users = [user for user in shared.users if start <= user < stop]
-            if len(users) > 1:
-                weights.append((users, shared.stop_bytes - shared.start_bytes))
+        weights = self._shared_within(start, stop)
         if not weights:
             return 0
         peak = kept = alive = 0
@@ -191,11 +201,7 @@ class Workspaces:
         for index in range(start, stop):
             cost = self._layers[index]
             kept += cost.kept_bytes
-            held = sum(
-                (1 + (index in users)) * n_bytes
-                for users, n_bytes in weights
-                if users[0] <= index < users[-1]
-            )
+            held = _held_at(index, weights)
             alive -= ends.pop(index, 0)
             for last, n_bytes in self._written[index]:
                 if last > index:
@@ -204,3 +210,12 @@ class Workspaces:
             inside = alive if index + 1 < stop else 0
             peak = max(peak, kept + inside + held + cost.backward_bytes)
         return peak
+
+
+def _held_at(index: int, weights: list[tuple[list[int], int]]) -> int:
+    """Return what shared weights' gradients take while backward is in a layer."""
+    return sum(
+        (1 + (index in users)) * n_bytes
+        for users, n_bytes in weights
+        if users[0] <= index < users[-1]
+    )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atomtrain.errors import ConfigError
+from atomtrain.models.lora_config import PISSA
 from atomtrain.training.config.imported_data import HANDLED, data_of
 from atomtrain.training.config.other_names import KINDS, translated
 from atomtrain.training.config.recipe import OBJECTIVES, PREFERENCES
@@ -42,6 +43,8 @@ _NEEDLESS = {
 """Keys that need no counterpart, and why where it is worth a word."""
 _MOST_BYTES = 1 << 20
 _ADAPTERS = ("lora", "qlora")
+_PISSA_ROUNDS, _PISSA_EXACT = 16, -1
+"""LLaMA-Factory's default, and its word for all singular values."""
 _OF_LORA = {
     "lora_r": "r",
     "lora_rank": "r",
@@ -53,6 +56,7 @@ _SAME: dict[str, type] = {
     "warmup_steps": int,
     "seed": int,
     "packing": bool,
+    "neftune_noise_alpha": float,
 }
 """Keys that are called the same here, and their types."""
 _BETAS = ("rl_beta", "pref_beta", "dpo_beta", "orpo_alpha")
@@ -62,7 +66,7 @@ _HANDLED = {
     *("use_dora", "peft_use_dora", "use_rslora", "peft_use_rslora"),
     *("load_in_4bit", "load_in_8bit", "quantization_bit"),
     *("lora_target", "lora_target_modules", "lora_target_linear", "lora_dropout"),
-    "lora_target_parameters",
+    *("lora_target_parameters", "peft_init_lora_weights", "pissa_init", "pissa_iter"),
     *("rl", "pref_loss", "simpo_gamma", "output_dir"),
     *HANDLED,
     *_BETAS,
@@ -170,6 +174,8 @@ def _adapters(said: Mapping[str, Any], left_out: list[str]) -> dict[str, str]:
         parts.append("dora=true")
     if said.get("use_rslora") or said.get("peft_use_rslora"):
         parts.append("rslora=true")
+    if init := _init_of(said):
+        parts.append(f"init={init}")
     bits = said.get("quantization_bit") or (8 if said.get("load_in_8bit") else None)
     if said.get("load_in_4bit") or (kind == "qlora" and bits is None):
         bits = 4
@@ -180,6 +186,15 @@ def _adapters(said: Mapping[str, Any], left_out: list[str]) -> dict[str, str]:
     elif said.get("lora_dropout"):
         parts.append(f"dropout={said['lora_dropout']}")
     return {"lora": ",".join(parts) or "r=8"}
+
+
+def _init_of(said: Mapping[str, Any]) -> str | None:
+    """Return how adapters begin, if not at nothing: in axolotl's words, or in LLaMA-Factory's."""
+    if said.get("pissa_init"):
+        rounds = said.get("pissa_iter", _PISSA_ROUNDS)
+        return PISSA if rounds == _PISSA_EXACT else f"{PISSA}_niter_{rounds}"
+    asked = said.get("peft_init_lora_weights")
+    return None if asked in (None, True, "gaussian") else str(asked)
 
 
 def _objective(said: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:

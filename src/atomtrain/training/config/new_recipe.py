@@ -249,5 +249,6 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
         recipe.precision,
         learning_rate=recipe.learning_rate,
         weight_decay=recipe.weight_decay,
+        layer_lr_decay=recipe.layer_lr_decay,
         seed=recipe.seed,
     )

@@ -158,19 +158,20 @@ def named_optimizer(
     *,
     learning_rate: float = 1e-3,
     weight_decay: float = 0.1,
+    layer_lr_decay: float = 1.0,
     seed: int = 0,
 ) -> torch.optim.Optimizer:
     """Return an optimizer by name, of all of a model's trainable parameters.
 
     The model may be on the meta device, for the optimizer's sizes.
     """
-    from atomtrain.optimizers import SGD, AdamW, Muon, decay_groups, muon_groups
+    from atomtrain.optimizers import SGD, AdamW, Muon, decay_groups, layer_groups, muon_groups
 
+    divide = muon_groups if name == "muon" else decay_groups
+    groups = layer_groups(model, divide(model, weight_decay), layer_lr_decay, learning_rate)
     options: dict[str, Any] = {"lr": learning_rate, "master": _master_format(name, precision)}
     if name == "muon":
-        groups = muon_groups(model, weight_decay)
         return Muon(groups, betas=BETAS, weight_decay=weight_decay, **options)
-    groups = decay_groups(model, weight_decay)
     if name == "sgd":
         return SGD(groups, momentum=_SGD_MOMENTUM, **options)
     state = _FORMATS[name]

@@ -59,6 +59,11 @@ def _check_decay(flag: str, decay: float) -> None:
         raise ConfigError(f"{flag} must be at least 0 and below 1, not {decay}")
 
 
+def _check_layer_decay(flag: str, decay: float) -> None:
+    if not 0 < decay <= 1:
+        raise ConfigError(f"{flag} must be above 0 and at most 1, such as 0.9, not {decay}")
+
+
 def _check_beta(flag: str, beta: float) -> None:
     if not 0 < beta < math.inf:
         raise ConfigError(f"{flag} must be above 0, such as 0.1, not {beta}")
@@ -67,6 +72,11 @@ def _check_beta(flag: str, beta: float) -> None:
 def _check_gamma(flag: str, gamma: float) -> None:
     if not 0 <= gamma < math.inf:
         raise ConfigError(f"{flag} must be at least 0, such as 1, not {gamma}")
+
+
+def _check_alpha(flag: str, alpha: float) -> None:
+    if not 0 <= alpha < math.inf:
+        raise ConfigError(f"{flag} must be at least 0, such as 5, not {alpha:g}")
 
 
 def _check_gradient_dtype(flag: str, name: str) -> None:
@@ -145,6 +155,15 @@ class Recipe:
         on_resume=FIXED,
         least=0,
     )
+    layer_lr_decay: float = option(
+        1.0,
+        "By what a layer's learning rate is that of the layer above, such as 0.9: layers nearer "
+        "the input learn more slowly. Default: 1, all alike.",
+        "NUMBER",
+        check=_check_layer_decay,
+        on_resume=FIXED,
+        least=0,
+    )
     clip_norm: float = option(
         1.0,
         "Global norm to which gradients are clipped, exactly. 0: not at all, and no update waits "
@@ -198,6 +217,15 @@ class Recipe:
         check=_named(check_kind),
         on_resume=MAY_CHANGE,
     )
+    neftune_noise_alpha: float = option(
+        0.0,
+        "NEFTune: noise on the embeddings while training, by this number; 5 to 15 are usual. "
+        "Default: 0, none.",
+        "ALPHA",
+        check=_check_alpha,
+        on_resume=FIXED,
+        least=0,
+    )
     packed: bool = option(
         False,
         "Put several rows of data into one sequence. Neither they nor documents of running text "
@@ -208,6 +236,7 @@ class Recipe:
         None,
         "Freeze the model and train adapters: r=8,alpha=16,targets=q_proj+v_proj (or all-linear, "
         "the default; all-linear+experts), dora=true, rslora=true, dropout=0.05, "
+        "init=pissa, pissa_niter_16 or olora to begin with the main part of each matrix, "
         "and bits=8 or 4 to hold the frozen matrices in so many bits.",
         "SETTINGS",
         check=_named(parse_lora),

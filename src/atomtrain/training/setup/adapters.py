@@ -12,7 +12,7 @@ from atomtrain.errors import CheckpointError
 from atomtrain.models.heads import HEAD_WEIGHT
 from atomtrain.models.hugging_face import HuggingFaceConfig, build
 from atomtrain.models.lora import ADAPTER_PARTS, merged
-from atomtrain.models.lora_config import LoraConfig
+from atomtrain.models.lora_config import NOTHING, LoraConfig
 from atomtrain.models.lora_experts import (
     adapted_by,
     adapter_of,
@@ -20,8 +20,9 @@ from atomtrain.models.lora_experts import (
     is_transposed,
     merged_experts,
 )
+from atomtrain.models.lora_init import begin
 from atomtrain.training.config.recipe import Recipe
-from atomtrain.training.setup.loading import Weights
+from atomtrain.training.setup.loading import Weights, seed_of_adapter
 
 _PARAMETER = "/parameter"
 
@@ -81,10 +82,26 @@ class Adapters:
                     adapters.tensors.setdefault(layer, {})[part] = tensor.clone()
                 elif name in known:
                     adapters.whole[name] = tensor.clone()
+        if recipe.lora.init != NOTHING:
+            adapters._become_ordinary(recipe.seed)
         head = known[HEAD_WEIGHT].shape if recipe.has_head else None
         if head is not None and adapters.whole.get(HEAD_WEIGHT, torch.empty(())).shape != head:
             raise CheckpointError(f"{checkpoint.path} lacks the parameter {HEAD_WEIGHT!r}")
         return adapters
+
+    def _become_ordinary(self, seed: int) -> None:
+        """Become adapters of the published matrices, out of which training took their beginning.
+
+        `W - s B0 A0 + s B A` is `W + s B' A'` with `B' = [B, -B0]` and `A' = [A; A0]`, as peft
+        converts them.
+        """
+        for layer, parts in self.tensors.items():
+            weight = self.weights.read(f"{layer}.weight").float()
+            begun = begin(weight, self.config, seed_of_adapter(seed, layer))
+            a, b = parts["lora_A.weight"].float(), parts["lora_B.weight"].float()
+            parts["lora_A.weight"] = torch.cat((a, begun.a))
+            parts["lora_B.weight"] = torch.cat((b, -begun.b), 1)
+        self.config = self.config.as_ordinary
 
     def value(self, name: str) -> Tensor:
         """Return one of the model's tensors as it was trained, or with its adapter in it."""

@@ -62,7 +62,8 @@ class Weights:
         """Fill the engine's parameters (or their float32 masters) and saved buffers.
 
         Beside them, memory holds one parameter at a time: once where its type or layout differs,
-        twice where it is made of several tensors.
+        twice where it is made of several tensors, and what `models/lora_init.py` says where an
+        adapter begins with a part of its matrix.
 
         Raises:
             DataError: a file cannot be read.
@@ -78,7 +79,8 @@ class Weights:
                         self._put(engine, name, parameters[name])
                         progress.advance(parameters[name].nbytes)
         for name, layer in adapted_layers(engine.model).items():
-            for part, values in layer.beginning(partial(self._wide, name), f"{self.seed}/{name}"):
+            seed = seed_of_adapter(self.seed, name)
+            for part, values in layer.beginning(partial(self._wide, name), seed):
                 engine.masters.write(parameters[f"{name}.{part}"], values)
         buffers = dict(engine.model.named_buffers())
         for name in self._sources.keys() & buffers.keys():
@@ -109,6 +111,11 @@ class Weights:
             source.read_into(self._files, parameter.detach())
         else:
             masters.write(parameter, source.read(self._files))
+
+
+def seed_of_adapter(seed: int, layer: str) -> str:
+    """Return what decides how a layer's adapter begins, in a run of this seed."""
+    return f"{seed}/{layer}"
 
 
 def _begun_by(model: nn.Module) -> set[str]:

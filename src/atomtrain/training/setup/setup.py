@@ -27,6 +27,7 @@ from atomtrain.engine.state.precision import PRECISIONS
 from atomtrain.errors import ConfigError
 from atomtrain.models import HuggingFaceConfig, make_model, make_outline
 from atomtrain.models.image_text import check_features
+from atomtrain.models.neftune import with_noise
 from atomtrain.progress import Progress
 from atomtrain.settings import chosen
 from atomtrain.swarm.packages import INSTALL, missing_packages
@@ -161,6 +162,7 @@ def _assemble(
     objective = objective_of(recipe)
     # Everything that can be refused is refused before the weights take memory.
     outline = make_outline(recipe.sizes, recipe.lora, train_tower=recipe.train_tower)
+    outline = with_noise(outline, recipe.neftune_noise_alpha)
     if recipe.reads_images:
         example = example_of(recipe, 1, objective, text)
         check_features(outline, example["input_ids"], example["pixel_values"], recipe.model)
@@ -182,6 +184,7 @@ def _assemble(
         check_micro_batch(fit.micro_batch, recipe)
         torch.manual_seed(recipe.seed)
         model = make_model(recipe.sizes, recipe.lora, train_tower=recipe.train_tower)
+        model = with_noise(model, recipe.neftune_noise_alpha)
     except BaseException:
         for device in devices:
             device.close()

@@ -276,4 +276,9 @@ def averages_gradients(options: TrainOptions, source: Source) -> bool:
             f"{recipe.optimizer!r} with precision {recipe.precision!r}; leave --optimizer and "
             "--precision out, or --average"
         )
+    if recipe.layer_lr_decay != 1:
+        raise ConfigError(
+            f"gradients are averaged with one learning rate for all layers, not with "
+            f"--layer-lr-decay {recipe.layer_lr_decay:g}; leave it out, or --average"
+        )
     return True

@@ -213,11 +213,16 @@ def _say_model(writer: GGUFWriter, model: Description) -> None:
 
 
 def _say_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
-    writer.add_tokenizer_model("gpt2")
+    pieces = vocabulary.pieces
+    writer.add_tokenizer_model("gpt2" if pieces is None else "llama")
     writer.add_tokenizer_pre(vocabulary.pre)
     writer.add_token_list(vocabulary.tokens)
     writer.add_token_types(vocabulary.types)
-    writer.add_token_merges(vocabulary.merges)
+    if pieces is None:
+        writer.add_token_merges(vocabulary.merges)
+    else:
+        writer.add_token_scores(pieces.scores)
+        writer.add_add_space_prefix(pieces.space_prefix)
     for kind, number in vocabulary.special.items():
         getattr(writer, f"add_{kind}_token_id")(number)
     for kind, does in vocabulary.adds.items():

@@ -2,6 +2,7 @@
 
 llama.cpp knows the ways to cut text by name only (`tokenizer.ggml.pre`). A wrong name gives other
 tokens without a word, so a tokenizer whose parts are not exactly those of a known one is refused.
+`gguf_sentencepiece.py` has those that were converted from SentencePiece.
 """
 
 from __future__ import annotations
@@ -11,9 +12,16 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from atomtrain.errors import ConfigError
+from atomtrain.training.tools.gguf_sentencepiece import (
+    CONTROL,
+    NORMAL,
+    UNUSED,
+    USER_DEFINED,
+    NotConvertedError,
+    Pieces,
+    pieces_of,
+)
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-"""Types of tokens, by the numbers of `gguf.TokenType`."""
 _SPECIAL = ("bos", "eos", "unk", "pad")
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -49,10 +57,13 @@ class Vocabulary(NamedTuple):
     """What GGUF says of a tokenizer."""
 
     pre: str
+    """How text is cut; `default` of SentencePiece's, which do not cut it."""
     tokens: list[str]
     """By number, as many as the embedding has rows."""
     types: list[int]
     merges: list[str]
+    pieces: Pieces | None
+    """What SentencePiece's have in place of merges; `None` of others."""
     special: dict[str, int]
     """Numbers of `bos`, `eos`, `unk` and `pad`, those that there are."""
     adds: dict[str, bool]
@@ -73,17 +84,24 @@ def vocabulary_of(texts: Mapping[str, str], rows: int) -> Vocabulary:
     stored = json.loads(texts["tokenizer.json"])
     settings = json.loads(texts["tokenizer_config.json"])
     model = stored["model"]
-    pre = _pre_of(stored)
+    pieces = None
+    if model["type"] == "BPE" and model.get("byte_fallback"):
+        try:
+            pieces = pieces_of(stored, rows)
+        except NotConvertedError as error:
+            raise _refusal(str(error)) from error
+    pre = "default" if pieces is not None else _pre_of(stored)
     tokens = [f"[PAD{number}]" for number in range(rows)]
     types = [UNUSED] * rows
     for text, number in model["vocab"].items():
         tokens[number], types[number] = text, NORMAL
+    if pieces is not None:
+        types = list(pieces.types)
     for added in stored["added_tokens"]:
         tokens[added["id"]] = added["content"]
-        types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    if odd := next((merge for merge in merges if merge.count(" ") != 1), None):
-        raise _refusal(f"has a merge of tokens with spaces in them, {odd!r}")
+        if types[added["id"]] in (NORMAL, UNUSED):
+            types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+    merges = _merges(model) if pieces is None else []
     numbers = {text: number for number, text in enumerate(tokens)}
     special = {}
     for kind in _SPECIAL:
@@ -95,15 +113,21 @@ def vocabulary_of(texts: Mapping[str, str], rows: int) -> Vocabulary:
     template = settings.get("chat_template") or texts.get("chat_template.jinja")
     if not isinstance(template, str | list | None):
         raise _refusal("has a chat template that is neither a text nor a list of them")
-    return Vocabulary(pre, tokens, types, merges, special, adds, template)
+    return Vocabulary(pre, tokens, types, merges, pieces, special, adds, template)
+
+
+def _merges(model: Mapping[str, Any]) -> list[str]:
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    if odd := next((merge for merge in merges if merge.count(" ") != 1), None):
+        raise _refusal(f"has a merge of tokens with spaces in them, {odd!r}")
+    return merges
 
 
 def _pre_of(stored: Mapping[str, Any]) -> str:
     """Return llama.cpp's name for how a tokenizer prepares text."""
     model = stored["model"]
-    if model["type"] != "BPE" or model.get("byte_fallback"):
-        kind = "SentencePiece's" if model["type"] == "BPE" else model["type"]
-        raise _refusal(f"is of the kind {kind}, not byte-level BPE")
+    if model["type"] != "BPE":
+        raise _refusal(f"is of the kind {model['type']}, not BPE")
     marks = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
     if odd := next((mark for mark in marks if model.get(mark)), None):
         raise _refusal(f"sets {odd}")
@@ -155,5 +179,6 @@ def _added(text: str, special: dict[str, int]) -> dict[str, bool]:
 def _refusal(fault: str) -> ConfigError:
     return ConfigError(
         f"the tokenizer {fault}; GGUF is written for those that cut text as "
-        f"{', '.join(_KNOWN)} do. Export a folder (leave out --gguf) and convert that"
+        f"{', '.join(_KNOWN)} do, or as SentencePiece's BPE. Export a folder (leave out --gguf) "
+        "and convert that"
     )

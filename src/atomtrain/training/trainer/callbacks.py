@@ -143,6 +143,6 @@ def tell_step(trainer: Training, events: EventLog, loss: float, tokens: int | No
         loss=loss,
         **numbers,
         **measured_of(engine),
-        learning_rate=engine.optimizer.param_groups[0]["lr"],
+        learning_rate=max(group["lr"] for group in engine.optimizer.param_groups),
         time_left_s=report.step_s * (course.steps - course.step),
     )

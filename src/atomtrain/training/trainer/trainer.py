@@ -16,11 +16,14 @@ from torch import Tensor, nn
 
 from atomtrain.checkpoint import load_latest, open_checkpoint, save
 from atomtrain.engine.api import swap
+from atomtrain.engine.calibration.step_times import StepTimes
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.options import Options
 from atomtrain.errors import CheckpointError, ConfigError
 from atomtrain.events import EventLog
-from atomtrain.optimizers import AdamW, decay_groups
+from atomtrain.models.neftune import with_noise
+from atomtrain.optimizers import AdamW, decay_groups, layer_groups
+from atomtrain.optimizers.groups import set_learning_rate
 from atomtrain.training.config.optimizing import precision_of
 from atomtrain.training.setup.state import loss_scale_of, restore, shards_of
 from atomtrain.training.trainer.callbacks import Callback, Course, Progress, tell_start, tell_step
@@ -28,7 +31,7 @@ from atomtrain.training.trainer.collating import names_in_forward, only, stacked
 from atomtrain.training.trainer.trainer_arguments import EPOCH, TrainerArguments, arguments_from
 from atomtrain.views.runs.files import EVENTS_FILE
 from atomtrain.views.runs.notebook import History, PlanView
-from atomtrain.views.runs.plan_event import tell_timeline
+from atomtrain.views.runs.plan_event import tell_prediction, tell_timeline
 
 CHECKPOINTS = "checkpoints"
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -79,7 +82,8 @@ class Trainer:
             eval_dataset: The same, to evaluate on.
             data_collator: Makes a micro-batch of a list of samples; `None` stacks tensors.
             processing_class: Tokenizer or the like, which is written beside the model.
-            optimizer: Gets the trainable parameters, returns the optimizer; `None` is AdamW.
+            optimizer: Gets the trainable parameters, returns the optimizer; `None` is AdamW. A
+                group with `lr_factor` learns with so much of the learning rate.
             loss: As in `atomtrain.swap`; `None` takes the output's `.loss`.
             callbacks: Told what happens.
             device_memory: Budget such as `"20GiB"`; `None`: most of what the device has.
@@ -147,14 +151,16 @@ class Trainer:
         try:
             tell_start(self, events)
             self._tell("on_train_begin")
-            second = course.step + 2
+            second, times = course.step + 2, StepTimes()
             while course.step < course.steps and not course.stop:
-                for group in engine.optimizer.param_groups:
-                    group["lr"] = args.learning_rate * schedule(course.step)
+                rate = args.learning_rate * schedule(course.step)
+                set_learning_rate(engine.optimizer.param_groups, rate)
                 torch.manual_seed(args.seed + course.step)
                 engine.recording = course.step + 1 == second  # for the dashboard, once
                 batches = self._batches(course.step)
                 loss = engine.step(batches)
+                assert engine.last is not None
+                times.note(engine.last.step_s)
                 course.step += 1
                 course.epoch = course.step / self._steps_an_epoch
                 course.losses.append(loss)
@@ -169,6 +175,7 @@ class Trainer:
             if self._evaluation is not None:
                 self._evaluate(events)
             self._save(events, folder)
+            tell_prediction(engine, times, events)
             reason = "interrupted" if course.stop else "completed"
             events.emit("run_finished", reason=reason, step=course.step)
             self._tell("on_train_end")
@@ -217,6 +224,7 @@ class Trainer:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+            with_noise(self.model, 0)
 
     def __enter__(self) -> Trainer:
         return self
@@ -235,10 +243,15 @@ class Trainer:
     def _open(self) -> Engine:
         args = self.args
         device, memory = self._where
-        self.model.train()
+        with_noise(self.model, args.neftune_noise_alpha or 0).train()
 
         def adamw(_: list[nn.Parameter]) -> torch.optim.Optimizer:
-            groups = decay_groups(self.model, args.weight_decay)
+            groups = layer_groups(
+                self.model,
+                decay_groups(self.model, args.weight_decay),
+                args.layer_lr_decay,
+                args.learning_rate,
+            )
             return AdamW(groups, lr=args.learning_rate, betas=args.betas, eps=args.epsilon)
 
         return swap(

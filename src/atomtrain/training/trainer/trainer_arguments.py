@@ -31,7 +31,6 @@ _ONLY_DEFAULT = {
     "label_smoothing_factor": 0.0,
     "load_best_model_at_end": False,
     "lr_scheduler_kwargs": None,
-    "neftune_noise_alpha": None,
     "optim_args": None,
     "optim_target_modules": None,
     "parallelism_config": None,
@@ -67,6 +66,8 @@ class TrainerArguments:
     warmup_steps: float = 0
     """Steps in which the learning rate rises; below 1: this part of all steps, rounded up."""
     weight_decay: float = 0.0
+    layer_lr_decay: float = 1.0
+    """By what a layer's learning rate is that of the layer above; above 0, at most 1."""
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     """What AdamW adds to the root of the second moment."""
@@ -74,6 +75,8 @@ class TrainerArguments:
     """Global gradient norm, clipped exactly; `None`: not clipped."""
     precision: str = "fp32"
     """`fp32`, `bf16` or `fp16`."""
+    neftune_noise_alpha: float | None = None
+    """Noise on the embeddings while training, such as 5; `None`: none."""
     evaluate_every: int | Literal["epoch"] | None = None
     """Steps between evaluations, `"epoch"`, or `None` for one at the end."""
     checkpoint_every: int | Literal["epoch"] | None = None
@@ -101,6 +104,14 @@ class TrainerArguments:
             raise ConfigError(f"warmup_steps must be at least 0, not {self.warmup_steps}")
         if not self.epochs > 0:
             raise ConfigError(f"epochs must be above 0, not {self.epochs}")
+        if not 0 < self.layer_lr_decay <= 1:
+            raise ConfigError(
+                f"layer_lr_decay must be above 0 and at most 1, not {self.layer_lr_decay}"
+            )
+        if not 0 <= (self.neftune_noise_alpha or 0) < math.inf:
+            raise ConfigError(
+                f"neftune_noise_alpha must be at least 0, not {self.neftune_noise_alpha}"
+            )
         if self.precision not in ("fp32", "bf16", "fp16"):
             raise ConfigError(f"precision must be fp32, bf16 or fp16, not {self.precision!r}")
 
@@ -165,6 +176,7 @@ def arguments_from(given: Any) -> TrainerArguments:
         evaluate_every=_every(given, "eval"),
         checkpoint_every=_every(given, "save"),
         log_every=_every(given, "logging"),
+        neftune_noise_alpha=getattr(given, "neftune_noise_alpha", None),
         drop_unused=getattr(given, "remove_unused_columns", True),
         seed=given.seed,
     )

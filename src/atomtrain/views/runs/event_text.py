@@ -22,7 +22,8 @@ STOPPING = (
 
 def event_line(event: Event) -> str | None:
     """Return one line of words for an event, or `None` if it is not worth a line."""
-    text = _LINES.get(event["event"], lambda _: None)(event)
+    line_of = _LINES.get(event["event"])
+    text = None if line_of is None else line_of(event)
     return printable(text) if text else None
 
 
@@ -257,12 +258,25 @@ def _finished_line(event: Event) -> str:
     )
 
 
+def _prediction_line(event: Event) -> str | None:
+    took_s, predicted_s = number(event, "step_s"), number(event, "predicted_step_s")
+    if not took_s or not predicted_s or min(took_s, predicted_s) < 0:
+        return None
+    off = took_s / predicted_s - 1
+    line = (
+        f"steps took {format_seconds(took_s)}, {abs(off):.0%} {'more' if off > 0 else 'less'} than "
+        f"the predicted {format_seconds(predicted_s)}"
+    )
+    again = "; this machine is measured anew at the next start"
+    return line + again if event.get("profiles_anew") else line
+
+
 def _lost_line(event: Event) -> str:
     output = tag(words(event, "log"), "its output is in {}")
     return "lost: " + _sentence(words(event, "reason") or "unknown reason", output)
 
 
-_LINES = {
+_LINES: dict[str, Callable[[Event], str | None]] = {
     "run_started": _started_line,
     "data": _data_line,
     "step": _step_line,
@@ -273,6 +287,7 @@ _LINES = {
     "checkpoint": _checkpoint_line,
     "sample": lambda event: f"sample {sample_text(event)}",
     "warning": lambda event: f"warning: {words(event, 'message') or 'unknown'}",
+    "prediction": _prediction_line,
     "stopping": lambda _: STOPPING,
     "run_finished": _finished_line,
     "peer_lost": _lost_line,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atomtrain.engine.calibration.profiling import crowding_warning
+from atomtrain.engine.calibration.step_times import StepTimes, doubt_profile, is_off
 from atomtrain.engine.engine import Engine
 from atomtrain.events import EventLog
 from atomtrain.planning.cost.timeline import Span
@@ -32,6 +33,22 @@ def tell_plan(engine: Engine, events: EventLog) -> None:
     )
     if warning := crowding_warning(engine.planner.crowded_share):
         events.emit("warning", message=warning)
+
+
+def tell_prediction(engine: Engine, times: StepTimes, events: EventLog) -> None:
+    """Tell at the end what steps took beside what was predicted; doubt a profile that misled."""
+    measured_s, predicted_s = times.steady_s, engine.plan.step_s
+    if measured_s is None:
+        return
+    doubted = False
+    if is_off(predicted_s, measured_s) and engine.planner.options.profile:
+        doubted = doubt_profile(engine.device)
+    events.emit(
+        "prediction",
+        predicted_step_s=predicted_s,
+        step_s=measured_s,
+        profiles_anew=doubted,
+    )
 
 
 def measured_of(engine: Engine) -> dict[str, float | None]:
