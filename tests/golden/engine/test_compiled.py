@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import atomtrain
 from atomtrain.analysis.costs.costs import layer_costs
 from atomtrain.analysis.layers.trace import chain_of
-from atomtrain.engine.execution.compiled import CACHE_VARIABLE, CompiledLayer, compiled
+from atomtrain.engine.execution.compiled import (
+    CACHE_VARIABLE,
+    CompiledLayer,
+    compiled,
+    require_compilable,
+)
 from atomtrain.engine.execution.offload import Offload
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.shape import Activation, Shape
@@ -239,6 +245,19 @@ def test_what_is_compiled_is_kept_in_the_users_cache(
     with opened(gpt(), token_batches(1)[0][0], "cpu"):
         expected = tmp_path / ("elsewhere" if own else "atomtrain/compiled")
         assert os.environ[CACHE_VARIABLE] == str(expected)
+
+
+def test_what_a_gpu_needs_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    card: Any = SimpleNamespace(name="GTX 1080 Ti", torch_device=torch.device("cuda", 0))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (6, 1))
+    monkeypatch.setattr("torch.utils._triton.has_triton_package", lambda: False)
+    with pytest.raises(ConfigError, match=r"needs Triton, .*pip install triton"):
+        require_compilable(card)
+    monkeypatch.setattr("torch.utils._triton.has_triton_package", lambda: True)
+    with pytest.raises(ConfigError, match=r"GTX 1080 Ti has compute capability 6\.1, and"):
+        require_compilable(card)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (7, 0))
+    require_compilable(card)
 
 
 @pytest.mark.parametrize("device", ["emulated", "cpu"])

@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from atomtrain.analysis.costs.costs import ChainCosts, LayerCost
-from atomtrain.analysis.costs.profile import example_values
+from atomtrain.analysis.costs.profile import example_values, measured_bytes
 from atomtrain.analysis.costs.saved import SavedCost
 from atomtrain.analysis.layers.chain import Chain, Layer
+from atomtrain.engine.calibration.profiling import within_budget
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.execution.compiled import CompiledLayer
 from atomtrain.engine.execution.compiled_memory import Inside
@@ -39,7 +41,7 @@ def with_compiled_costs(
         device: Idle.
 
     Raises:
-        DeviceMemoryError: a layer does not fit.
+        PlanError: a layer does not fit; says what would do.
     """
     measured: dict[str, LayerCost] = {}
     layers, found = list[Layer](), list[LayerCost]()
@@ -49,7 +51,14 @@ def with_compiled_costs(
             found.append(cost)
             continue
         if cost.kind not in measured:
-            with torch.random.fork_rng([]), _drawing_alone(device):
+            read_bytes = sum(2 * costs.values[name].n_bytes for name in layer.reads)
+            needed_bytes = measured_bytes(cost) + read_bytes  # about: that of its operations
+            with (
+                within_budget(device, f"layer {layer.name!r}", needed_bytes),
+                _in_real_memory(device),
+                torch.random.fork_rng([]),
+                _drawing_alone(device),
+            ):
                 values = example_values(layer, costs, inputs, device.torch_device)
                 measured[cost.kind] = _measured(layer, cost, values, device)
             del values
@@ -62,6 +71,11 @@ def with_compiled_costs(
         dataclasses.replace(chain, layers=tuple(layers)),
         ChainCosts(tuple(found), costs.values),
     )
+
+
+def _in_real_memory(device: Device) -> AbstractContextManager[None]:
+    """Give the context in which a GPU computes; what an emulated one would count is nothing yet."""
+    return contextlib.nullcontext() if device.torch_device.type == "cpu" else device.computing()
 
 
 @contextlib.contextmanager
@@ -173,13 +187,12 @@ def _growth_bytes(device: Device, work: Callable[[], object]) -> int:
     """Return by how much the memory in use grows at most while some work is done."""
     if device.torch_device.type == "cpu":
         return _growth_of_host_bytes(work)
-    with device.computing():
-        device.synchronize()
-        device.reset_peak()
-        before_bytes = device.peak_bytes()
-        work()
-        device.synchronize()
-        return device.peak_bytes() - before_bytes
+    device.synchronize()
+    device.reset_peak()
+    before_bytes = device.peak_bytes()
+    work()
+    device.synchronize()
+    return device.peak_bytes() - before_bytes
 
 
 def _growth_of_host_bytes(work: Callable[[], object]) -> int:

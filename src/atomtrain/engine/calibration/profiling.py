@@ -285,7 +285,7 @@ def measured_times(
         if kinds is None or cost.kind in kinds
     }
     largest = max(needed, key=needed.__getitem__)
-    with _within_budget(device, f"layer {largest!r}", needed[largest]):
+    with within_budget(device, f"layer {largest!r}", needed[largest]):
         times = layer_times(
             chain,
             costs,
@@ -303,13 +303,13 @@ def _measure_machine(cache: ProfileCache, device: Device, overhead: MeasureOverh
     """Measure the machine's rates if the cache lacks them."""
     if cache.machine(1, 1) is None:
         watch = Watch()
-        with _within_budget(device, "its link and optimizer", _MACHINE_BYTES):
+        with within_budget(device, "its link and optimizer", _MACHINE_BYTES):
             machine = measure_machine(device, overhead, cache.path.parent)
         cache.put_machine(machine, watch.crowded_share())
 
 
 @contextmanager
-def _within_budget(device: Device, what: str, needed_bytes: int) -> Iterator[None]:
+def within_budget(device: Device, what: str, needed_bytes: int) -> Iterator[None]:
     """Say what would do if the device's memory is too little for a measurement."""
     try:
         yield
