@@ -244,6 +244,24 @@ def test_values_zoom_and_switches(run: dict[str, Any], address: str) -> None:
         assert page.complaints == []
 
 
+def test_a_finger_zooms_sideways(address: str) -> None:
+    with Page(360, 740) as page:
+        page.call("Emulation.setTouchEmulationEnabled", enabled=True)
+        page.open(address)
+        page.until(DRAWN)
+        at = plot_of(page, "chart-loss")
+        y = at["y"] + at["height"] / 2
+        for kind, share in (("touchStart", 0.5), ("touchMove", 0.6), ("touchMove", 0.75)):
+            points = [{"x": at["x"] + share * at["width"], "y": y}]
+            page.call("Input.dispatchTouchEvent", type=kind, touchPoints=points)
+        page.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        button = "document.querySelector('#chart-loss .switches button')"
+        page.until(f"!{button}.hidden && {button}.textContent === 'whole run'")
+        page.run(f"{button}.click()")
+        page.until(f"{button}.hidden")
+        assert page.complaints == []
+
+
 def picture(chart: str) -> str:
     return f"document.querySelector('#{chart} canvas')?.toDataURL()"
 

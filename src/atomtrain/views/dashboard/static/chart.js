@@ -9,6 +9,7 @@ import { bytes, element, setText } from "./format.js";
 const HEIGHT = 220;
 const FONT = "12px system-ui, sans-serif";
 const RIGHT = 26;
+const LEAST_DRAG = 8;
 const MOST_VALUES = 12;
 const COLOURS = 7;
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
@@ -202,7 +203,7 @@ export class Chart {
 
   select() {
     const { left, width } = this.plot.select;
-    if (width < 4) return;
+    if (width < LEAST_DRAG) return;
     this.group.zoomTo([this.plot.posToVal(left, "x"), this.plot.posToVal(left + width, "x")]);
   }
 
@@ -289,13 +290,14 @@ function widest(plot, values, index, cycle) {
 
 // A finger that moves sideways does what a mouse does; up and down it scrolls.
 function touches(over) {
-  const kinds = { pointerdown: "mousedown", pointermove: "mousemove", pointerup: "mouseup" };
+  const kinds = { pointerdown: "mousedown", pointermove: "mousemove", pointerup: "mouseup", pointercancel: "mouseup" };
   for (const [kind, mouse] of Object.entries(kinds)) {
     over.addEventListener(kind, (event) => {
       if (event.pointerType !== "touch") return;
       const { clientX, clientY } = event;
       const target = mouse === "mouseup" ? document : over;
-      target.dispatchEvent(new MouseEvent(mouse, { clientX, clientY, button: 0, bubbles: true }));
+      // uPlot passes over moves by 0.
+      target.dispatchEvent(new MouseEvent(mouse, { clientX, clientY, movementX: 1, button: 0, bubbles: true }));
     });
   }
 }
