@@ -15,6 +15,7 @@ from atombench import forks
 from atomtrain.views.runs.files import EventTail
 from tests.support.doc_commands import ROOT, blocks
 from tests.support.hugging_face_models import SENTENCE, UNTIED, write_model
+from tests.support.image_models import write_chats, write_llava
 from tests.support.train_processes import write_text
 from tests.support.waiting import PATIENCE_S
 
@@ -128,6 +129,8 @@ def prepare(folder: Path) -> None:
         )
         chats.append(json.dumps({"messages": [asked, answer]}))
         pairs.append(json.dumps({"prompt": [asked], "chosen": [answer], "rejected": [other]}))
+    write_llava(folder / "models" / "llava", layers=1, patch=8)
+    write_chats(folder / "photos", question="?")
     (folder / "chats.jsonl").write_text("\n".join(chats))
     (folder / "pairs.jsonl").write_text("\n".join(pairs))
     reviews = [json.dumps({"text": words[n % 5], "label": n % 5 > 2}) for n in range(40)]

@@ -21,7 +21,7 @@ COLOURS = {"red": (200, 10, 10), "green": (10, 200, 10), "blue": (10, 10, 200)}
 _KEYS = ("path", "image", "url")
 
 
-def write_llava(folder: Path, *, layers: int = 3) -> Any:
+def write_llava(folder: Path, *, layers: int = 3, patch: int = PATCH) -> Any:
     """Write a random model with its processor, as `save_pretrained` does; return the model."""
     import transformers as hf
 
@@ -31,13 +31,13 @@ def write_llava(folder: Path, *, layers: int = 3) -> Any:
         size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
     )
     processor = hf.LlavaProcessor(
-        image_processor=pictures, tokenizer=tokens, patch_size=PATCH,
+        image_processor=pictures, tokenizer=tokens, patch_size=patch,
         vision_feature_select_strategy="default", num_additional_image_tokens=1,
         chat_template=TEMPLATE,
     )  # fmt: skip
     tower = hf.CLIPVisionConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
-        image_size=SIDE, patch_size=PATCH,
+        image_size=SIDE, patch_size=patch,
     )  # fmt: skip
     language = hf.LlamaConfig(
         vocab_size=len(tokens), hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
@@ -70,10 +70,12 @@ def _tokenizer() -> Any:
     )  # fmt: skip
 
 
-def row_about(*names: str, answer: str = "red", key: str = "path") -> dict[str, Any]:
+def row_about(
+    *names: str, answer: str = "red", key: str = "path", question: str = "what colour?"
+) -> dict[str, Any]:
     """Return a chat about pictures."""
     images = [{"type": "image", key: name} for name in names]
-    asked = [*images, {"type": "text", "text": "what colour?"}]
+    asked = [*images, {"type": "text", "text": question}]
     return {
         "messages": [
             {"role": "user", "content": asked},
@@ -88,7 +90,7 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
     return file
 
 
-def write_chats(folder: Path, count: int = 12) -> Path:
+def write_chats(folder: Path, count: int = 12, question: str = "what colour?") -> Path:
     """Write pictures of different sizes and a file of chats about them; return the file."""
     from PIL import Image
 
@@ -98,5 +100,5 @@ def write_chats(folder: Path, count: int = 12) -> Path:
         colour = list(COLOURS)[index % 3]
         name = f"pictures/{index}.png"
         Image.new("RGB", (20 + index, 30), COLOURS[colour]).save(folder / name)
-        rows.append(row_about(name, answer=colour, key=_KEYS[index % 3]))
+        rows.append(row_about(name, answer=colour, key=_KEYS[index % 3], question=question))
     return write_rows(folder / "chats.jsonl", rows)
