@@ -38,7 +38,7 @@ from atomtrain.models.image_text import (
     reads_images,
 )
 from atomtrain.models.quantisation import quantisation_of
-from atomtrain.models.weight_files import files_of
+from atomtrain.models.weights.files import files_of
 
 CONFIG_FILE = "config.json"
 CARRIED_FILES = (

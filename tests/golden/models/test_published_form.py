@@ -15,7 +15,7 @@ from atomtrain.checkpoint import open_checkpoint
 from atomtrain.cli.main import main
 from atomtrain.errors import DataError
 from atomtrain.models.hugging_face import build, read_config
-from atomtrain.models.weight_files import WeightFiles
+from atomtrain.models.weights.files import WeightFiles
 from atomtrain.training.setup.loading import Weights
 from tests.support.hugging_face_models import MIXTURES, saved_tensors, write_model, write_text
 

@@ -41,7 +41,10 @@ ANALYSED = all_of("atomtrain.analysis", ANALYSIS)
 PLANNED = all_of("atomtrain.planning", PLANNING)
 ENGINES = all_of("atomtrain.engine", ENGINE)
 SWARMS = all_of("atomtrain.swarm", SWARM)
-LIGHT = {f"atomtrain.{name}" for name in ("optimizers", "models", "data", "checkpoint", "metrics")}
+LIGHT = {
+    f"atomtrain.{name}"
+    for name in ("optimizers", "models", "models.weights", "data", "checkpoint", "metrics")
+}
 VIEWS = all_of("atomtrain.views", ("plans", "runs", "dashboard"))
 TRAINING = all_of("atomtrain.training", ("config", "setup", "together", "trainer", "tools"))
 # What each room may import of the others, beside the base and itself.
@@ -58,8 +61,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "atomtrain.engine": ENGINES | PLANNED | ANALYSED,
     "atomtrain.native": set(),
     "atomtrain.optimizers": {"atomtrain.native"},
-    "atomtrain.models": ANALYSED | {"atomtrain.native"},
-    "atomtrain.models.dequantised": {"atomtrain.models"},
+    "atomtrain.models.weights": set(),
+    "atomtrain.models": ANALYSED | {"atomtrain.models.weights", "atomtrain.native"},
+    "atomtrain.models.dequantised": {"atomtrain.models.weights", "atomtrain.models"},
     "atomtrain.data": set(),
     "atomtrain.checkpoint": set(),
     "atomtrain.metrics": set(),

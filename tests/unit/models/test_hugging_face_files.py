@@ -17,8 +17,8 @@ from atomtrain.data import read_tokenizer
 from atomtrain.errors import ConfigError, DataError
 from atomtrain.models.hugging_face import build, model_folder, read_config
 from atomtrain.models.making import make_outline
-from atomtrain.models.weight_files import WeightFiles, read_header
-from atomtrain.models.weight_names import match_weights
+from atomtrain.models.weights.files import WeightFiles, read_header
+from atomtrain.models.weights.names import match_weights
 from tests.support.hugging_face_models import LLAMA, write_model, write_text, write_tokenizer
 
 pytest.importorskip("transformers")
@@ -51,7 +51,7 @@ def test_headers_and_values_are_those_of_the_library(tmp_path: Path) -> None:
 
 
 def test_conversion_goes_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atomtrain.models.weight_files._SLICE_BYTES", 64)
+    monkeypatch.setattr("atomtrain.models.weights.files._SLICE_BYTES", 64)
     tensor = torch.randn(33, 7).bfloat16()
     save_file({"a": tensor}, tmp_path / "model.safetensors")
     target = torch.empty(33, 7)

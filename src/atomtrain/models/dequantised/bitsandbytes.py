@@ -28,7 +28,7 @@ from atomtrain.models.dequantised.packed import (
     part_of,
     unfit,
 )
-from atomtrain.models.weight_files import WeightFiles
+from atomtrain.models.weights.files import WeightFiles
 
 _STATE = ".quant_state.bitsandbytes__"
 _KINDS = ("nf4", "fp4")

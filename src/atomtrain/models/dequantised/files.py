@@ -14,7 +14,7 @@ from atomtrain.errors import DataError
 from atomtrain.models.dequantised import bitsandbytes, fp8, integers, mxfp4
 from atomtrain.models.dequantised.packed import Entries, Packed
 from atomtrain.models.hugging_face import read_quantisation
-from atomtrain.models.weight_files import Entry, WeightFiles, check_target, is_finite
+from atomtrain.models.weights.files import Entry, WeightFiles, check_target, is_finite
 
 _FINDING: dict[str, Callable[[Entries, Mapping[str, Any]], list[Packed]]] = {
     "fp8": fp8.find,

@@ -25,7 +25,7 @@ from atomtrain.models.dequantised.packed import (
     part_of,
     unfit,
 )
-from atomtrain.models.weight_files import WeightFiles
+from atomtrain.models.weights.files import WeightFiles
 
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = (

@@ -24,7 +24,7 @@ from atomtrain.models.dequantised.packed import (
     part_of,
     unfit,
 )
-from atomtrain.models.weight_files import WeightFiles
+from atomtrain.models.weights.files import WeightFiles
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BYTES = 16

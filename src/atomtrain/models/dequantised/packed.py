@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from atomtrain.errors import DataError
-from atomtrain.models.weight_files import Entry, WeightFiles
+from atomtrain.models.weights.files import Entry, WeightFiles
 
 Entries = Mapping[str, Entry]
 SLICE_ELEMENTS = 1 << 18

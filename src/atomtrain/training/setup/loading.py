@@ -15,7 +15,7 @@ from atomtrain.models.hugging_face import HuggingFaceConfig, read_config
 from atomtrain.models.lora import adapted_layers
 from atomtrain.models.lora_experts import adapted_by
 from atomtrain.models.making import Sizes, make_outline
-from atomtrain.models.weight_names import Source, match_weights
+from atomtrain.models.weights.names import Source, match_weights
 from atomtrain.progress import BYTES, Progress
 
 _PARTS_A_TENSOR, _MORE_PARTS = 16, 1000

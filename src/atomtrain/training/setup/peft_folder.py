@@ -21,7 +21,7 @@ from atomtrain.models.hugging_face import read_config
 from atomtrain.models.image_text import in_tower, tower_of
 from atomtrain.models.lora_config import LoraConfig
 from atomtrain.models.lora_experts import adapted_by, adapter_of, is_transposed
-from atomtrain.models.weight_files import WeightFiles
+from atomtrain.models.weights.files import WeightFiles
 from atomtrain.training.setup.adapters import Adapters, part_of
 
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -18,7 +18,7 @@ from atomtrain.models.hugging_face import CONFIG_FILE, read_config
 from atomtrain.models.lora import adapted_layers
 from atomtrain.models.lora_config import LoraConfig
 from atomtrain.models.making import Sizes, make_outline
-from atomtrain.models.weight_files import is_finite
+from atomtrain.models.weights.files import is_finite
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.adapters import Adapters
 from atomtrain.training.setup.budgets import check_resident

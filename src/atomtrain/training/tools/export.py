@@ -18,7 +18,7 @@ from torch import Tensor
 from atomtrain.checkpoint import Checkpoint
 from atomtrain.errors import CheckpointError, ConfigError, nearest
 from atomtrain.models.hugging_face import CONFIG_FILE
-from atomtrain.models.weight_files import INDEX_FILE, SINGLE_FILE
+from atomtrain.models.weights.files import INDEX_FILE, SINGLE_FILE
 from atomtrain.progress import BYTES, Progress
 from atomtrain.training.setup.peft_folder import ADAPTER_FILE
 from atomtrain.training.tools.export_parts import TYPES, Weight, parts_of

@@ -17,7 +17,7 @@ from atomtrain.models.gpt_as_gpt2 import gpt2_config, gpt2_name, gpt2_tensor
 from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import CONFIG_FILE
 from atomtrain.models.making import Sizes, make_outline
-from atomtrain.models.weight_conversion import Read, conversions_to_files
+from atomtrain.models.weights.conversion import Read, conversions_to_files
 from atomtrain.training.setup.adapters import Adapters
 from atomtrain.training.setup.peft_folder import ADAPTER_CONFIG, peft_config, peft_tensors
 from atomtrain.training.setup.state import PARAMETER, SWARM_SHARD, recipe_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.errors import DataError, nearest
-from atomtrain.models.weight_conversion import Conversion, conversions_from_files, names_in_files
-from atomtrain.models.weight_files import WeightFiles, is_float
+from atomtrain.models.weights.conversion import Conversion, conversions_from_files, names_in_files
+from atomtrain.models.weights.files import WeightFiles, is_float
 
 _LONGEST_REASON = 200
 
