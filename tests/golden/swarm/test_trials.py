@@ -58,7 +58,8 @@ def trained(*, judged: bool, poisoned: bool = False, **options: Any) -> list[tor
         refused = [report for report in reports if report.outcome == "refused"]
         assert len(reports) == len(steps) + poisoned
         assert len(refused) == poisoned
-        assert calls == (2 * len(reports) if judged else 0)
+        # What is refused is tried without own progress, too.
+        assert calls == (2 * len(reports) + poisoned if judged else 0)
         engine.synchronize()
         kept = [*engine.state_dict().values(), *store.tensors().values(), torch.get_rng_state()]
         moments = [v for state in engine.optimizer_state().values() for v in state.values()]

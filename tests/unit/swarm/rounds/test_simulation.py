@@ -200,7 +200,9 @@ def test_false_means_of_an_owner_are_not_committed(monkeypatch: pytest.MonkeyPat
         await asyncio.sleep(20)
         reports = simulation.peers["a"].reports[before:]
         assert len(reports) > 3
-        assert all("1 slices missing" in report.reason for report in reports)
+        # Who counts as rejected is lowered, and may not follow whoever does that.
+        assert all("1 slices missing" in r.reason or r.contributors == ("a", "b") for r in reports)
+        assert any("1 slices missing" in report.reason for report in reports)
         assert any("mean is not" in text for report in reports for text in report.rejected)
         assert float(simulation.peers["a"].fragments[0].abs().max()) < 1e4
         simulation.check_means()
