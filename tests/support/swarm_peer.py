@@ -31,7 +31,16 @@ import torch
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import Swarm
-from tests.support.swarm_misdeeds import MISDEEDS, Misdeed, haunt, hoard, lie, raid, record
+from tests.support.swarm_misdeeds import (
+    MISDEEDS,
+    Misdeed,
+    haunt,
+    hoard,
+    lie,
+    raid,
+    record,
+    withhold,
+)
 from tests.support.swarm_vectors import Vectors, config_of, cross, daemon_pid, found, judge_of, say
 
 _STOOD_STILL = (
@@ -250,6 +259,8 @@ def begin(fault: str, swarm: Swarm, misdeed: Misdeed | None, file: Path) -> None
         (raid if fault == "raid" else hoard)(swarm)
     elif fault in ("flood", "haunt"):
         (flood if fault == "flood" else haunt)(swarm)
+    elif fault.startswith("withhold"):
+        withhold(swarm, signed=fault == "withhold, signed")
     elif fault.startswith("lie "):
         lie(swarm, fault.removeprefix("lie "))
     else:

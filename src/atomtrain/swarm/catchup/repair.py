@@ -71,8 +71,9 @@ class Repairer:
         doubt = self.doubts.get(fragment)
         if doubt is None:
             return False
+        keeps = self._context.claims.keeps
         stamps = (r.stamps[fragment] for r in self._context.roster.others
-                  if r.peer_id in doubt.members)  # fmt: skip
+                  if r.peer_id in doubt.members and keeps(r.peer_id))  # fmt: skip
         return any(stamp is not None and stamp.beats(own) for stamp in stamps)
 
     @property
@@ -105,19 +106,23 @@ class Repairer:
         started_s = asyncio.get_running_loop().time()
         doubt = self.doubts.get(fragment)
         first = doubt.members if doubt is not None else ()
-        fetched = await self.fetcher.fetch(fragment, self._context.config.expiry_s, first)
+        own = self._context.mailbox.stamp(fragment)
+        assert own is not None, "what is not there is not repaired"
+        fetched = await self.fetcher.fetch_better(fragment, own, first)
         if not self._leave_fetched(fragment, fetched, started_s):
             raise SwarmError(f"no peer gave a newer anchor of fragment {fragment}; trying later")
 
     async def repair_from(self, donor: str, fragment: int) -> None:
-        """Fetch a fragment, marked busy by the caller, from one donor.
+        """Fetch a better anchor, of a fragment marked busy by the caller, from one donor.
 
         Raises:
             LinkLost: the donor is gone.
-            BadMessage: it sent something else.
+            BadMessage: it sent something else, or what does not count.
         """
         started_s = asyncio.get_running_loop().time()
-        fetched = await self.fetcher.fetch_from(donor, fragment)
+        own = self._context.mailbox.stamp(fragment)
+        assert own is not None, "what is not there is not repaired"
+        fetched = await self.fetcher.fetch_kept(donor, fragment, own)
         self._leave_fetched(fragment, fetched, started_s)
 
     def _leave_fetched(self, fragment: int, fetched: Fetched, started_s: float) -> bool:

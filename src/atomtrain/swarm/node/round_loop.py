@@ -272,6 +272,8 @@ class Rounds:
         slack = min(invite.slack, SLACK_VERSIONS)
         if own is None or own.version + slack >= invite.version:
             return
+        if not self._context.claims.keeps(leader):
+            return
         try:
             async with asyncio.timeout(invite.answer_s):
                 if leader == self._context.peer_id:
