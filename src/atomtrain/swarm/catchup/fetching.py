@@ -187,6 +187,7 @@ class Fetcher:
             LinkLost: the donor is gone, or refused; what has come is kept for the next one.
             BadMessage: it has nothing better, or what came is not what was announced.
         """
+        filled_bytes = self._filled_bytes(fragment)
         try:
             fetched = await self.fetch_from(donor, fragment, own, believed=believed)
         except NotCertified:
@@ -194,8 +195,15 @@ class Fetcher:
         except (LinkLost, BadMessage):
             self._context.claims.broke(donor)
             raise
+        except asyncio.CancelledError:
+            if self._filled_bytes(fragment) == filled_bytes:
+                self._context.claims.broke(donor)
+            raise
         self._context.claims.gave(donor)
         return fetched
+
+    def _filled_bytes(self, fragment: int) -> int:
+        return self._partial[fragment].filled_bytes if fragment in self._partial else 0
 
     def _better(self, fragment: int, own: Stamp, doubted: Collection[str]) -> list[str]:
         """Return who claims a better anchor, and is believed."""
@@ -206,6 +214,8 @@ class Fetcher:
         claimed = {r.peer_id: r.stamps[fragment] for r in roster.others}
         others = [donor for donor in self._donors(fragment, ()) if donor not in known
                   and (stamp := claimed[donor]) is not None and stamp.beats(own)]  # fmt: skip
+        # What is certified comes first.
+        others.sort(key=lambda donor: not roster.certain(donor, fragment, claimed[donor], own))
         return known + others
 
     async def fetch(self, fragment: int, patience_s: float, first: Collection[str] = ()) -> Fetched:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 
 from atomtrain.errors import SwarmError
@@ -38,6 +39,8 @@ class Repairer:
         """Set whenever a fragment is not used any more."""
         self.doubts: dict[int, Doubt] = {}
         """By fragment: rounds whose decision was not heard."""
+        self._tried: dict[int, asyncio.Future[Fetched]] = {}
+        """By fragment: fetches of what nothing certifies."""
         self.astray: set[int] = set()
         """Fragments of which this peer's anchor is no sibling of the others', whatever its version.
         """
@@ -106,11 +109,31 @@ class Repairer:
         started_s = asyncio.get_running_loop().time()
         doubt = self.doubts.get(fragment)
         first = doubt.members if doubt is not None else ()
-        own = self._context.mailbox.stamp(fragment)
-        assert own is not None, "what is not there is not repaired"
-        fetched = await self.fetcher.fetch_better(fragment, own, first)
+        fetched = await self._fetched(fragment, first)
         if not self._leave_fetched(fragment, fetched, started_s):
             raise SwarmError(f"no peer gave a newer anchor of fragment {fragment}; trying later")
+
+    async def _fetched(self, fragment: int, first: Collection[str]) -> Fetched:
+        """Fetch what is better; what nothing certifies makes way for a round, see `make_way`."""
+        own = self._context.mailbox.stamp(fragment)
+        assert own is not None, "what is not there is not repaired"
+        certain = self._context.roster.best(certain=True)[fragment]
+        fetching = asyncio.ensure_future(self.fetcher.fetch_better(fragment, own, first))
+        if not first and (certain is None or not certain.beats(own)):
+            self._tried[fragment] = fetching
+        try:
+            await asyncio.wait([fetching])
+        finally:
+            self._tried.pop(fragment, None)
+            fetching.cancel()
+        if fetching.cancelled():
+            raise SwarmError(f"a round came before a better anchor of fragment {fragment}")
+        return fetching.result()
+
+    def make_way(self, fragment: int) -> None:
+        """Give up, for now, what is fetched without a certificate: a round of it comes first."""
+        if (fetching := self._tried.get(fragment)) is not None:
+            fetching.cancel()
 
     async def repair_from(self, donor: str, fragment: int) -> None:
         """Fetch a better anchor, of a fragment marked busy by the caller, from one donor.

@@ -246,6 +246,7 @@ class Rounds:
         if fragment != invite.fragment:
             return f"round {invite.round_index} averages fragment {fragment}"
         self._repairer.awaited.add(fragment)
+        self._repairer.make_way(fragment)
         try:
             async with asyncio.timeout(invite.answer_s / 2):
                 while self.active and not agenda.is_over(invite.round_index):
