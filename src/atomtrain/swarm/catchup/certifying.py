@@ -68,7 +68,10 @@ class Certifier:
             await asyncio.gather(*(self._ask(_Question(p, fragment, digest)) for p in lacking))
 
     def _own(self) -> list[_Question]:
-        """Return whom to ask for signatures under this peer's own anchors, one each."""
+        """Return whom to ask for signatures under this peer's own anchors, one each.
+
+        Not at the first beat: what the next round replaces at once is not worth asking for.
+        """
         certified = self._context.certified
         found: list[_Question] = []
         tries: dict[tuple[int, str], int] = {}
@@ -80,9 +83,9 @@ class Certifier:
             if c is None or complete(c) or len(found) == _AT_ONCE:
                 continue
             key = fragment, c.digest
-            tries[key] = self._tries.get(key, 0) + 1
+            tries[key] = self._tries.get(key, -1) + 1
             lacking = self._lacking(c)
-            if lacking and tries[key] <= _TRIES:
+            if lacking and 0 < tries[key] <= _TRIES:
                 found.append(_Question(lacking[tries[key] % len(lacking)], *key))
         self._tries = tries
         return found

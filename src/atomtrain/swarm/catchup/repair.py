@@ -145,7 +145,9 @@ class Repairer:
         started_s = asyncio.get_running_loop().time()
         own = self._context.mailbox.stamp(fragment)
         assert own is not None, "what is not there is not repaired"
-        fetched = await self.fetcher.fetch_kept(donor, fragment, own)
+        doubt = self.doubts.get(fragment)
+        believed = doubt is not None and donor in doubt.members
+        fetched = await self.fetcher.fetch_kept(donor, fragment, own, believed=believed)
         self._leave_fetched(fragment, fetched, started_s)
 
     def _leave_fetched(self, fragment: int, fetched: Fetched, started_s: float) -> bool:
