@@ -333,8 +333,7 @@ class Fetcher:
             raise BadMessage(f"the anchor of peer {channel.remote[-8:]} has done harm here")
         if header.grouped and not context.manifest.rules.group_size:
             raise BadMessage(f"peer {channel.remote[-8:]} sent a group's anchor: there are none")
-        if header.certificate is not None:
-            context.certified.add(header.certificate)
+        context.certified.hear(fragment, header.digest, header.certificate)
         if own is not None:
             await self._check_better(channel.remote, header, own, believed=believed)
         if vouched:
@@ -359,8 +358,8 @@ class Fetcher:
             raise BadMessage(f"peer {donor[-8:]} has no better anchor")
         if believed or roster.counts(donor, header.fragment, stamp, own):
             return
-        if header.certificate is not None:
-            await self.certifier.fill(header.certificate)
+        if (c := self._context.certified.of(header.fragment, header.digest)) is not None:
+            await self.certifier.fill(c)
         if not roster.counts(donor, header.fragment, stamp, own):
             raise NotCertified(f"nothing certifies the anchor of peer {donor[-8:]} yet")
 

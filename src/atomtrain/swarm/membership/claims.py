@@ -71,7 +71,7 @@ class Certified:
         _keep(self._own, c)
 
     def add(self, told: Certificate) -> None:
-        """Take the good signatures of what another peer has told."""
+        """Take the good signatures of what another peer has told, of a fragment of this run."""
         if self._jumps(told):
             return
         own = told.digest in self._own.get(told.fragment, {})
@@ -83,6 +83,11 @@ class Certified:
         c = joined(known, told, self._run, self._verify)
         if signers(c):
             _keep(self._own if own else self._others, c)
+
+    def hear(self, fragment: int, digest: str, told: Certificate | None) -> None:
+        """Take what came with an anchor, or as an answer, if it is about just that."""
+        if told is not None and (told.fragment, told.digest) == (fragment, digest):
+            self.add(told)
 
     def hold(self, fragment: int, digest: str) -> None:
         """Keep the certificate of an anchor that has become this peer's own."""
@@ -104,14 +109,14 @@ class Certified:
 
     def take_back(self, texts: Iterable[str]) -> None:
         """Take back what `texts` returned; what cannot be read is left out."""
-        for text in filter(None, texts):
+        for fragment, text in enumerate(texts):
             try:
                 c = decode(text.encode())
             except BadMessage:
                 continue
             if isinstance(c, Certificate):
-                self.add(c)
-                self.hold(c.fragment, c.digest)
+                self.hear(fragment, c.digest, c)
+                self.hold(fragment, c.digest)
 
     @property
     def knows_anybody(self) -> bool:

@@ -163,8 +163,9 @@ class LeaderIO:
                     raise PeerRefused(member, message)
                 if said == _SAID_MAX:
                     raise BadMessage("it says more than there is to say")
-                if isinstance(message, Ready) and message.certificate is not None:
-                    self._context.certified.add(message.certificate)
+                if isinstance(message, Ready):
+                    certificate, fragment = message.certificate, self._round.call.fragment
+                    self._context.certified.hear(fragment, message.digest, certificate)
                 self._events.put_nowait((member, message))
                 if isinstance(message, Decline):
                     channel.close()

@@ -188,6 +188,18 @@ def test_a_flood_does_not_drive_out_this_peers_own() -> None:
     assert len(certified._others[0]) <= claims_module._KEPT
 
 
+def test_what_is_about_something_else_is_not_kept() -> None:
+    certified = book(A)
+    for number in range(100):
+        c = certificate(BETTER, [L, M], [L, M])
+        certified.hear(0, BETTER.digest, replace(c, fragment=number + 1))
+        certified.hear(0, OWN.digest, c)
+        certified.hear(0, BETTER.digest, None)
+    assert not certified._others
+    certified.hear(0, BETTER.digest, certificate(BETTER, [A, B], [A, B]))
+    assert certified.shows(B.peer_id, 0, BETTER)
+
+
 # Jumps and chains
 
 
