@@ -20,6 +20,8 @@ from atomtrain.swarm.rounds.round_member import Doubt, merge_of_fetched
 
 _log = logging.getLogger("atomtrain.swarm")
 _AT_ONCE = 3
+_WAY_SHARE = 0.25
+"""Of the least time that any part of a round has: how long a round waits for such a fetch."""
 
 
 class Repairer:
@@ -131,9 +133,14 @@ class Repairer:
         return fetching.result()
 
     def make_way(self, fragment: int) -> None:
-        """Give up, for now, what is fetched without a certificate: a round of it comes first."""
+        """Soon give up, for now, what is fetched without a certificate: a round of it waits.
+
+        Not at once: where rounds follow each other closely nothing would ever come to its end. Who
+        has sent nothing by then has not given what it claims.
+        """
         if (fetching := self._tried.get(fragment)) is not None:
-            fetching.cancel()
+            loop, floor_s = asyncio.get_running_loop(), self._context.timing.floor_s
+            loop.call_later(_WAY_SHARE * floor_s, fetching.cancel)
 
     async def repair_from(self, donor: str, fragment: int) -> None:
         """Fetch a better anchor, of a fragment marked busy by the caller, from one donor.

@@ -17,6 +17,7 @@ claims as they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from atomtrain.swarm.anchors.certificate import (
@@ -159,20 +160,29 @@ class Claims:
     def __init__(self, certified: Certified, clock: Callable[[], float], patience_s: float) -> None:
         """`patience_s`: how long what nothing certifies has to be claimed before it is tried."""
         self._certified, self._clock, self._patience_s = certified, clock, patience_s
-        self._since: dict[tuple[str, int], float] = {}
-        """By peer and fragment: since when it claims better anchors that nothing certifies."""
+        self._since: dict[tuple[str, int], tuple[float, float]] = {}
+        """By peer and fragment: when it claimed a better anchor that nothing certifies, the first
+        and the last time."""
         self._broken: dict[str, tuple[float, float]] = {}
         """By peer that did not give what it claimed: until when that counts, and for how long."""
 
     def look(self, records: Iterable[PeerRecord], own: Sequence[Stamp | None]) -> None:
-        """Look at what the others claim beside this peer's own anchors, as often as it is news."""
-        now_s, before = self._clock(), self._since
+        """Look at what the others claim beside this peer's own anchors, as often as it is news.
+
+        A claim that is better now and then stands as long as one that always is.
+        """
+        now_s = self._clock()
         self._since = {
-            (record.peer_id, fragment): before.get((record.peer_id, fragment), now_s)
-            for record in records
-            for fragment, (stamp, mine) in enumerate(zip(record.stamps, own, strict=True))
-            if not self.certain(record.peer_id, fragment, stamp, mine)
+            which: (first_s, last_s)
+            for which, (first_s, last_s) in self._since.items()
+            if now_s <= last_s + self._patience_s
         }
+        for record in records:
+            for fragment, (stamp, mine) in enumerate(zip(record.stamps, own, strict=True)):
+                if not self.certain(record.peer_id, fragment, stamp, mine):
+                    which = record.peer_id, fragment
+                    first_s, _ = self._since.get(which, (now_s, now_s))
+                    self._since[which] = first_s, now_s
 
     def certain(self, peer_id: str, fragment: int, stamp: Stamp | None, own: Stamp | None) -> bool:
         """Say whether a claim counts at once, and in a round."""
@@ -187,9 +197,8 @@ class Claims:
 
     def waited(self, peer_id: str, fragment: int) -> bool:
         """Say whether a peer has claimed better anchors for long enough to be asked for one."""
-        since_s = self._since.get((peer_id, fragment))
-        long_enough = since_s is not None and self._clock() >= since_s + self._patience_s
-        return long_enough and self.keeps(peer_id)
+        first_s, _ = self._since.get((peer_id, fragment), (math.inf, 0.0))
+        return self._clock() >= first_s + self._patience_s and self.keeps(peer_id)
 
     def keeps(self, peer_id: str) -> bool:
         """Say whether a peer has given what it claimed, as far as it was asked lately."""

@@ -284,7 +284,11 @@ def test_what_nothing_certifies_is_tried_after_a_while_and_never_counts_in_a_rou
         claims.look([record_of(L, stamps=(better, None))], (OWN, None))
         assert claims.counts(L.peer_id, 0, better, OWN) == (now_s > 130)
         assert not claims.certain(L.peer_id, 0, better, OWN)
-    claims.look([record_of(L, stamps=(OWN, None))], (OWN, None))
+    none, better = record_of(L, stamps=(OWN, None)), Stamp(9, 999, "05" * 16)
+    claims.look([none], (OWN, None))
+    assert claims.counts(L.peer_id, 0, better, OWN), "also if it is better now and then only"
+    clock.now_s += 31
+    claims.look([none], (OWN, None))
     claims.look([record_of(L, stamps=(better, None))], (OWN, None))
     assert not claims.counts(L.peer_id, 0, better, OWN), "it begins anew"
 
