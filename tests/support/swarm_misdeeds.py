@@ -21,6 +21,7 @@ from atomtrain.swarm import Swarm
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, digest_of
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.transport import messages
+from atomtrain.swarm.transport.identity import Identity
 from atomtrain.swarm.transport.messages import (
     MESSAGE_BYTES_MAX,
     AskAnchor,
@@ -148,6 +149,36 @@ def lie(swarm: Swarm, what: str) -> None:
     store.stamps = lambda: tuple(  # type: ignore[method-assign]
         anchor(fragment).stamp for fragment in range(len(store.fragment_elements))
     )
+
+
+def withhold(swarm: Swarm, *, signed: bool) -> None:
+    """Have a peer claim a version more of every fragment, and give it to nobody.
+
+    If it is `signed`, the peer has a certificate, too: of itself and identities of its own.
+    """
+    service = swarm._service
+    identities = [service.context.transport.identity, *(Identity.create() for _ in range(4))]
+
+    async def send(channel: Channel, ask: AskAnchor, anchor: Anchor) -> None:
+        say("withheld", to=channel.remote)
+        await asyncio.sleep(1e6)
+
+    def of(fragment: int, digest: str) -> Any:
+        from atomtrain.swarm.anchors.certificate import signed_text, unsigned, with_signature
+
+        certificate = unsigned(
+            fragment, store.anchor(fragment).stamp, "", [one.peer_id for one in identities]
+        )
+        text = signed_text(service.context.certified._run, certificate)
+        for one in identities:
+            certificate = with_signature(certificate, one.peer_id, one.sign(text).hex())
+        return certificate
+
+    store = service.context.mailbox.store
+    lie(swarm, "a little better")
+    service._donations.send = send  # type: ignore[method-assign]
+    if signed:
+        service.context.certified.of = of  # type: ignore[method-assign]
 
 
 def haunt(swarm: Swarm) -> None:

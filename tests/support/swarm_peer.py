@@ -31,7 +31,16 @@ import torch
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import Swarm
-from tests.support.swarm_misdeeds import MISDEEDS, Misdeed, haunt, hoard, lie, raid, record
+from tests.support.swarm_misdeeds import (
+    MISDEEDS,
+    Misdeed,
+    haunt,
+    hoard,
+    lie,
+    raid,
+    record,
+    withhold,
+)
 from tests.support.swarm_problem import Line, contribute_otherwise
 from tests.support.swarm_vectors import Vectors, config_of, cross, daemon_pid, found, judge_of, say
 
@@ -253,6 +262,8 @@ def begin(fault: str, swarm: Swarm, misdeed: Misdeed | None, file: Path) -> None
         (flood if fault == "flood" else haunt)(swarm)
     elif fault.startswith("contribute "):
         contribute_otherwise(swarm, float(fault.removeprefix("contribute ")))
+    elif fault.startswith("withhold"):
+        withhold(swarm, signed=fault == "withhold, signed")
     elif fault.startswith("lie "):
         lie(swarm, fault.removeprefix("lie "))
     else:

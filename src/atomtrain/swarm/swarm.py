@@ -305,6 +305,7 @@ class Swarm:
         meta["born_s"] = self.manifest.born_s
         meta["next_round"] = self._service.context.agenda.next_round
         meta["known_addresses"] = list(self.known_addresses())
+        meta["certificates"] = self._service.context.certified.texts(self._mailbox.store.stamps())
         return SwarmState(self._mailbox.store.tensors(), meta)
 
     def load_state_dict(self, state: SwarmState) -> None:
@@ -329,6 +330,8 @@ class Swarm:
                           if before[k] != present[k]),
             )  # fmt: skip
         self._mailbox.store.load(state.tensors, state.meta)
+        texts = list(state.meta.get("certificates", ()))
+        self._thread.post(self._service.context.certified.take_back, texts)
         self._thread.post(self._service.context.agenda.observe, int(state.meta["next_round"]))
 
     def leave(self, deadline_s: float = 10.0) -> None:

@@ -17,6 +17,7 @@ import torch
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.codecs.codec import byte_view
 from atomtrain.swarm.codecs.slices import Span
+from atomtrain.swarm.transport.messages import Certificate
 
 HASH = "blake3"
 OLD_HASH = "sha256"
@@ -37,6 +38,8 @@ class Origin:
 
     round_id: str
     parts: tuple[Part, ...]
+    unsigned: Certificate | None = None
+    """What members sign of it; None: nobody else was there to the end, or it was fetched."""
 
 
 NO_ORIGIN = Origin("", ())
@@ -52,6 +55,8 @@ class Anchor:
     origin: Origin = NO_ORIGIN
     grouped: bool = False
     """One of several groups agreed on it; `velocity` is None: each member has its own."""
+    certificate: Certificate | None = None
+    """What goes with it where it is sent; else `Certified` has it, since signatures come late."""
 
 
 @dataclass(frozen=True)

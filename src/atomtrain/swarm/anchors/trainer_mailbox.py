@@ -17,7 +17,7 @@ from typing import cast
 import torch
 
 from atomtrain.swarm.anchors.anchor_store import AnchorStore, FragmentAccess, GradientAccess
-from atomtrain.swarm.anchors.anchors import Merge, Snapshot, whole
+from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, whole
 from atomtrain.swarm.anchors.losses import Judge
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.anchors.trial import Refusal, Trial
@@ -73,6 +73,8 @@ class TrainerMailbox:
         """Call `on_boundary(steps, merges)` on the training thread after each boundary."""
         self.on_refusal: Callable[[Refusal], None] = lambda _: None
         """Called for each anchor that a trial refuses, on the training thread."""
+        self.on_merged: Callable[[Anchor], None] = lambda _: None
+        """Called for each anchor that was merged, and not undone, on that thread, too."""
         self.store = store
         self._on_boundary = on_boundary
         self._lock = threading.RLock()
@@ -264,6 +266,9 @@ class TrainerMailbox:
             done = {id(one) for one in merged}
             self._merges = deque(one for one in self._merges if id(one) not in done)
             self._reports.append(report)
+        for merge, _ in merged:
+            if self.store.anchor(merge.fragment) is merge.anchor:
+                self.on_merged(merge.anchor)
 
 
 def _whole(merge: Merge) -> Merge:

@@ -21,6 +21,7 @@ from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, digest_of, joi
 from atomtrain.swarm.anchors.buffer_pool import pooled_empty
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.anchors.updates import Update
+from atomtrain.swarm.catchup.certifying import Certifier
 from atomtrain.swarm.catchup.vouching import NotVouched, check_vouched
 from atomtrain.swarm.codecs.codec import all_finite, byte_view
 from atomtrain.swarm.codecs.slices import Span
@@ -36,6 +37,10 @@ _LOOKS = 2
 _PIECE_BYTES = 1 << 20
 _EACH = 8
 """Who fetches asks one peer for seven at most."""
+
+
+class NotCertified(BadMessage):
+    """A donor gives a better anchor, and nothing shows that members of a round have made it."""
 
 
 class Fetched(NamedTuple):
@@ -90,6 +95,7 @@ async def send_anchor(channel: Channel, ask: AskAnchor, anchor: Anchor) -> None:
             " ".join(str(i) for i, m in enumerate(members) if m in part.contributors)
             for part in parts
         ),
+        certificate=anchor.certificate,
     )
     await channel.send(header)
     whole = Partial(header, anchor.values, anchor.velocity, header.start_bytes)
@@ -142,9 +148,75 @@ class Fetcher:
     def __init__(self, context: Context) -> None:
         """Fetch for one peer."""
         self._context = context
+        self.certifier = Certifier(context)
         self._partial: dict[int, Partial] = {}
         self._asked: Counter[str] = Counter()
         """Fetches under way from each donor."""
+
+    async def fetch_better(
+        self, fragment: int, own: Stamp, doubted: Collection[str] = ()
+    ) -> Fetched:
+        """Return a better anchor than this peer's own, from whoever claims one that counts.
+
+        Each is asked once; first those `doubted`: the members of a round whose decision was not
+        heard, whom this peer knows to have made something. What is not given is not believed for a
+        while.
+
+        Raises:
+            SwarmError: none of them gave one.
+        """
+        why = "nobody claims one that counts"
+        for donor in self._better(fragment, own, doubted):
+            try:
+                return await self.fetch_kept(donor, fragment, own, believed=donor in doubted)
+            except NotCertified as error:
+                why = str(error)
+            except (LinkLost, BadMessage) as error:
+                why = str(error)
+                _log.info("fetching fragment %d: %s", fragment, error)
+                self._context.roster.suspect(donor)
+        raise SwarmError(f"no peer gave a better anchor of fragment {fragment}: {why}")
+
+    async def fetch_kept(
+        self, donor: str, fragment: int, own: Stamp, *, believed: bool = False
+    ) -> Fetched:
+        """Return a better anchor than `own` from a donor, and remember whether it gave one.
+
+        Raises:
+            NotCertified: what it has does not count, and it is not `believed`.
+            LinkLost: the donor is gone, or refused; what has come is kept for the next one.
+            BadMessage: it has nothing better, or what came is not what was announced.
+        """
+        filled_bytes = self._filled_bytes(fragment)
+        try:
+            fetched = await self.fetch_from(donor, fragment, own, believed=believed)
+        except NotCertified:
+            raise
+        except (LinkLost, BadMessage):
+            self._context.claims.broke(donor)
+            raise
+        except asyncio.CancelledError:
+            if self._filled_bytes(fragment) == filled_bytes:
+                self._context.claims.broke(donor)
+            raise
+        self._context.claims.gave(donor)
+        return fetched
+
+    def _filled_bytes(self, fragment: int) -> int:
+        return self._partial[fragment].filled_bytes if fragment in self._partial else 0
+
+    def _better(self, fragment: int, own: Stamp, doubted: Collection[str]) -> list[str]:
+        """Return who claims a better anchor, and is believed."""
+        claims, roster = self._context.claims, self._context.roster
+        known = [r.peer_id for r in roster.others if r.peer_id in doubted
+                 and (stamp := r.stamps[fragment]) is not None and stamp.beats(own)
+                 and claims.keeps(r.peer_id)]  # fmt: skip
+        claimed = {r.peer_id: r.stamps[fragment] for r in roster.others}
+        others = [donor for donor in self._donors(fragment, ()) if donor not in known
+                  and (stamp := claimed[donor]) is not None and stamp.beats(own)]  # fmt: skip
+        # What is certified comes first.
+        others.sort(key=lambda donor: not roster.certain(donor, fragment, claimed[donor], own))
+        return known + others
 
     async def fetch(self, fragment: int, patience_s: float, first: Collection[str] = ()) -> Fetched:
         """Return the best anchor of a fragment that any peer gives; those named are asked `first`.
@@ -197,13 +269,23 @@ class Fetcher:
             await asyncio.sleep(_RETRY_S)
             self._context.roster.update(await self._context.directory.records())
 
-    async def fetch_from(self, donor: str, fragment: int, *, vouched: bool = False) -> Fetched:
+    async def fetch_from(
+        self,
+        donor: str,
+        fragment: int,
+        own: Stamp | None = None,
+        *,
+        vouched: bool = False,
+        believed: bool = False,
+    ) -> Fetched:
         """Return a donor's anchor, or what it has of the one that was begun, checked.
 
-        With `vouched` others are asked whether they have had it, too.
+        With `vouched` others are asked whether they have had it, too. With `own` it must be better
+        than that, and count, unless the donor is `believed`.
 
         Raises:
             NotVouched: they have not.
+            NotCertified: it does not count.
             LinkLost: the donor is gone, or refused; what has come is kept for the next one.
             BadMessage: what came is not what was announced.
         """
@@ -212,7 +294,7 @@ class Fetcher:
         started_s = loop.time()
         channel = await self._opened(donor)
         try:
-            partial = await self._begin(channel, fragment, vouched=vouched)
+            partial = await self._begin(channel, fragment, own, vouched=vouched, believed=believed)
             for piece in partial.missing():
                 await channel.receive_into(piece)
                 partial.filled_bytes += len(piece)
@@ -229,7 +311,9 @@ class Fetcher:
             self._asked[donor] -= 1
             raise
 
-    async def _begin(self, channel: Channel, fragment: int, *, vouched: bool) -> Partial:
+    async def _begin(
+        self, channel: Channel, fragment: int, own: Stamp | None, *, vouched: bool, believed: bool
+    ) -> Partial:
         """Ask for an anchor, or the rest of one; return what there is of it, possibly nothing."""
         context, had = self._context, self._partial.get(fragment)
         ask = AskAnchor(fragment=fragment, digest="", start_bytes=0)
@@ -249,6 +333,9 @@ class Fetcher:
             raise BadMessage(f"the anchor of peer {channel.remote[-8:]} has done harm here")
         if header.grouped and not context.manifest.rules.group_size:
             raise BadMessage(f"peer {channel.remote[-8:]} sent a group's anchor: there are none")
+        context.certified.hear(fragment, header.digest, header.certificate)
+        if own is not None:
+            await self._check_better(channel.remote, header, own, believed=believed)
         if vouched:
             await check_vouched(self._context, channel.remote, fragment, _stamp(header))
         resumed = (header.digest, header.start_bytes) == (ask.digest, ask.start_bytes)
@@ -261,6 +348,20 @@ class Fetcher:
         velocity = pooled_empty(rows * elements) if rows else None
         self._partial[fragment] = partial = Partial(header, values, velocity)
         return partial
+
+    async def _check_better(
+        self, donor: str, header: AnchorHeader, own: Stamp, *, believed: bool
+    ) -> None:
+        """Raise `BadMessage` if an anchor is no better than this peer's, or does not count."""
+        roster, stamp = self._context.roster, _stamp(header)
+        if not stamp.beats(own):
+            raise BadMessage(f"peer {donor[-8:]} has no better anchor")
+        if believed or roster.counts(donor, header.fragment, stamp, own):
+            return
+        if (c := self._context.certified.of(header.fragment, header.digest)) is not None:
+            await self.certifier.fill(c)
+        if not roster.counts(donor, header.fragment, stamp, own):
+            raise NotCertified(f"nothing certifies the anchor of peer {donor[-8:]} yet")
 
     async def _checked(self, donor: str, fragment: int) -> Anchor:
         partial = self._partial.pop(fragment)

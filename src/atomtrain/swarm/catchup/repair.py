@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 
 from atomtrain.errors import SwarmError
@@ -19,6 +20,8 @@ from atomtrain.swarm.rounds.round_member import Doubt, merge_of_fetched
 
 _log = logging.getLogger("atomtrain.swarm")
 _AT_ONCE = 3
+_WAY_SHARE = 0.25
+"""Of the least time that any part of a round has: how long a round waits for such a fetch."""
 
 
 class Repairer:
@@ -38,6 +41,8 @@ class Repairer:
         """Set whenever a fragment is not used any more."""
         self.doubts: dict[int, Doubt] = {}
         """By fragment: rounds whose decision was not heard."""
+        self._tried: dict[int, asyncio.Future[Fetched]] = {}
+        """By fragment: fetches of what nothing certifies."""
         self.astray: set[int] = set()
         """Fragments of which this peer's anchor is no sibling of the others', whatever its version.
         """
@@ -71,8 +76,9 @@ class Repairer:
         doubt = self.doubts.get(fragment)
         if doubt is None:
             return False
+        keeps = self._context.claims.keeps
         stamps = (r.stamps[fragment] for r in self._context.roster.others
-                  if r.peer_id in doubt.members)  # fmt: skip
+                  if r.peer_id in doubt.members and keeps(r.peer_id))  # fmt: skip
         return any(stamp is not None and stamp.beats(own) for stamp in stamps)
 
     @property
@@ -105,19 +111,50 @@ class Repairer:
         started_s = asyncio.get_running_loop().time()
         doubt = self.doubts.get(fragment)
         first = doubt.members if doubt is not None else ()
-        fetched = await self.fetcher.fetch(fragment, self._context.config.expiry_s, first)
+        fetched = await self._fetched(fragment, first)
         if not self._leave_fetched(fragment, fetched, started_s):
             raise SwarmError(f"no peer gave a newer anchor of fragment {fragment}; trying later")
 
+    async def _fetched(self, fragment: int, first: Collection[str]) -> Fetched:
+        """Fetch what is better; what nothing certifies makes way for a round, see `make_way`."""
+        own = self._context.mailbox.stamp(fragment)
+        assert own is not None, "what is not there is not repaired"
+        certain = self._context.roster.best(certain=True)[fragment]
+        fetching = asyncio.ensure_future(self.fetcher.fetch_better(fragment, own, first))
+        if not first and (certain is None or not certain.beats(own)):
+            self._tried[fragment] = fetching
+        try:
+            await asyncio.wait([fetching])
+        finally:
+            self._tried.pop(fragment, None)
+            fetching.cancel()
+        if fetching.cancelled():
+            raise SwarmError(f"a round came before a better anchor of fragment {fragment}")
+        return fetching.result()
+
+    def make_way(self, fragment: int) -> None:
+        """Soon give up, for now, what is fetched without a certificate: a round of it waits.
+
+        Not at once: where rounds follow each other closely nothing would ever come to its end. Who
+        has sent nothing by then has not given what it claims.
+        """
+        if (fetching := self._tried.get(fragment)) is not None:
+            loop, floor_s = asyncio.get_running_loop(), self._context.timing.floor_s
+            loop.call_later(_WAY_SHARE * floor_s, fetching.cancel)
+
     async def repair_from(self, donor: str, fragment: int) -> None:
-        """Fetch a fragment, marked busy by the caller, from one donor.
+        """Fetch a better anchor, of a fragment marked busy by the caller, from one donor.
 
         Raises:
             LinkLost: the donor is gone.
-            BadMessage: it sent something else.
+            BadMessage: it sent something else, or what does not count.
         """
         started_s = asyncio.get_running_loop().time()
-        fetched = await self.fetcher.fetch_from(donor, fragment)
+        own = self._context.mailbox.stamp(fragment)
+        assert own is not None, "what is not there is not repaired"
+        doubt = self.doubts.get(fragment)
+        believed = doubt is not None and donor in doubt.members
+        fetched = await self.fetcher.fetch_kept(donor, fragment, own, believed=believed)
         self._leave_fetched(fragment, fetched, started_s)
 
     def _leave_fetched(self, fragment: int, fetched: Fetched, started_s: float) -> bool:

@@ -18,6 +18,7 @@ from atomtrain.swarm.anchors.stamps import (
 )
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.agenda import group_count
+from atomtrain.swarm.membership.claims import Claims
 from atomtrain.swarm.membership.records import (
     JOINING,
     LEFT,
@@ -65,13 +66,16 @@ class Roster:
         group_size: int = 0,
         age: RunAge | None = None,
         standing: Standing | None = None,
+        claims: Claims | None = None,
     ) -> None:
         """Start with nobody but the peer whose rule of admission this is.
 
         `manifest`: what records say of the manifest; those that say something else do not count.
         `group_size`: members of a round at most; 0: all. `age`: that of the run; None: not known.
-        `standing`: what this peer thinks of the others.
+        `standing`: what this peer thinks of the others. `claims`: which of their claims count;
+        None: all.
         """
+        self._claims = claims
         self._standing = standing or Standing()
         self._age = age or RunAge()
         self._group_size = group_size
@@ -137,6 +141,8 @@ class Roster:
                 self.addresses[peer_id] = record.addresses
         self._records, self.of_another = records, frozenset(of_another)
         self._look()
+        if self._claims is not None:
+            self._claims.look(self._records.values(), self._own_stamps)
         gone = [peer_id for peer_id in self._sequences if peer_id not in records]
         for peer_id in gone[:-_GONE_MAX]:
             for known in (
@@ -274,19 +280,58 @@ class Roster:
         """Into how many groups the members that take part are divided now."""
         return group_count(len(self.training()), self._group_size)
 
-    def best(self) -> list[Stamp | None]:
-        """Return the best stamp of each fragment among the others that answer."""
-        return self._best_of(self.others)
+    @property
+    def _own_stamps(self) -> Sequence[Stamp | None]:
+        return (None,) * self._fragments if self._own is None else self._own.stamps
 
-    def _best_of(self, records: Sequence[PeerRecord]) -> list[Stamp | None]:
-        return [best_of(r.stamps[fragment] for r in records) for fragment in range(self._fragments)]
+    def best(self, *, certain: bool = False) -> list[Stamp | None]:
+        """Return the best stamp of each fragment among the others that answer.
+
+        Of claims that count, or of those only that count in a round: the `certain` ones.
+        """
+        return self._best_of(self.others, certain=certain)
+
+    def _best_of(
+        self, records: Sequence[PeerRecord], *, certain: bool = False
+    ) -> list[Stamp | None]:
+        return [
+            best_of(
+                record.stamps[fragment]
+                for record in records
+                if self._counts(record, fragment, certain=certain)
+            )
+            for fragment in range(self._fragments)
+        ]
+
+    def _counts(self, record: PeerRecord, fragment: int, *, certain: bool = False) -> bool:
+        counts = self.certain if certain else self.counts
+        stamp = record.stamps[fragment]
+        return counts(record.peer_id, fragment, stamp, self._own_stamps[fragment])
+
+    def certain(self, peer_id: str, fragment: int, stamp: Stamp | None, own: Stamp | None) -> bool:
+        """Say whether what a peer claims counts in a round, beside an anchor of this peer's."""
+        if self._claims is None or self._takes_all(peer_id):
+            return True
+        return self._claims.certain(peer_id, fragment, stamp, own)
+
+    def counts(self, peer_id: str, fragment: int, stamp: Stamp | None, own: Stamp | None) -> bool:
+        """Say whether what a peer claims counts for whoever looks for something to fetch."""
+        if self._claims is None or self._takes_all(peer_id):
+            return True
+        return self._claims.counts(peer_id, fragment, stamp, own)
+
+    def _takes_all(self, peer_id: str) -> bool:
+        """Say whether all claims count: it is this peer, or does not train yet, a newcomer."""
+        return peer_id == self._peer_id or self._own is None or self._own.state == JOINING
 
     def holders(self, fragment: int, slack: int = 0) -> list[Holder]:
         """Return the others that have the fragment, those with its best stamp first.
 
-        Siblings of the best, so many versions apart at most, are as good.
+        Siblings of the best, so many versions apart at most, are as good. Whose claim does not
+        count is none of them.
         """
-        having = [(r, stamp) for r in self.others if (stamp := r.stamps[fragment]) is not None]
+        having = [(r, stamp) for r in self.others if (stamp := r.stamps[fragment]) is not None
+                  and self._counts(r, fragment)]  # fmt: skip
         best = best_of(stamp for _, stamp in having)
         claimed = Counter(stamp for _, stamp in having)
         agreed = max(claimed.values(), default=0) > 1

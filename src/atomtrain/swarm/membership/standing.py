@@ -143,6 +143,15 @@ class Standing:
             return True
         return not record.expelled and clock() >= record.barred_until_s
 
+    def knows(self, peer_id: str) -> bool:
+        """Say whether a peer's contribution has counted here, and nothing speaks against it."""
+        record = self._records.get(peer_id)
+        return record is not None and record.accepted > 0 and not record.expelled
+
+    def knows_anybody(self, me: str) -> bool:
+        """Say whether there is such a peer beside this one."""
+        return any(peer_id != me and self.knows(peer_id) for peer_id in self._records)
+
     def lowered(self, me: str, members: Sequence[str], weights: Sequence[int]) -> tuple[int, ...]:
         """Return what members weigh in a round that this peer leads, of what they claim.
 

@@ -22,6 +22,7 @@ from atomtrain.swarm.anchors.trainer_mailbox import TrainerMailbox
 from atomtrain.swarm.catchup.joining import connect_any
 from atomtrain.swarm.codecs.codec import codec_named
 from atomtrain.swarm.membership.agenda import Agenda
+from atomtrain.swarm.membership.claims import Certified, Claims
 from atomtrain.swarm.membership.config import Manifest, SwarmConfig, admission_of
 from atomtrain.swarm.membership.deadlines import LoopStalls, RoundTiming, Waits
 from atomtrain.swarm.membership.directory import DhtDirectory, NobodyIntroduces, SwarmClock
@@ -163,9 +164,14 @@ def build_service(
     known = KnownPeers(config.run, config.peers_path)
     age = RunAge(manifest.born_s, clock)
     standing = Standing(config.run, config.standing_path)
+    certified = Certified(
+        f"{manifest.run} {manifest.born_s!r}", transport.peer_id, transport.identity.sign,
+        transport.verify, standing,
+    )  # fmt: skip
+    claims = Claims(certified, clock, config.expiry_s)
     roster = Roster(
         admission, len(manifest.fragment_elements), manifest.digest[:16], rules.group_size, age,
-        standing,
+        standing, claims,
     )  # fmt: skip
     roster.addresses.update(
         (peer_id, places) for peer_id, places in known.addresses.items()
@@ -213,6 +219,8 @@ def build_service(
         random_id=random_id,
         clock=clock,
         age=age,
+        certified=certified,
+        claims=claims,
         known=known,
         pacer=Pacer(config.upload_limit_bytes_per_s),
         routes=Routes(
@@ -232,4 +240,5 @@ def build_service(
     )
     services.append(Service(context))
     context.mailbox.on_refusal = lambda refusal: thread.post(services[0].on_refusal, refusal)
+    context.mailbox.on_merged = lambda anchor: thread.post(services[0].on_merged, anchor)
     return services[0]

@@ -246,6 +246,7 @@ class Rounds:
         if fragment != invite.fragment:
             return f"round {invite.round_index} averages fragment {fragment}"
         self._repairer.awaited.add(fragment)
+        self._repairer.make_way(fragment)
         try:
             async with asyncio.timeout(invite.answer_s / 2):
                 while self.active and not agenda.is_over(invite.round_index):
@@ -271,6 +272,8 @@ class Rounds:
         own = self._context.mailbox.stamp(invite.fragment)
         slack = min(invite.slack, SLACK_VERSIONS)
         if own is None or own.version + slack >= invite.version:
+            return
+        if not self._context.claims.keeps(leader):
             return
         try:
             async with asyncio.timeout(invite.answer_s):

@@ -10,11 +10,13 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from dataclasses import replace
 from enum import Enum
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor
 from atomtrain.swarm.anchors.trial import Refusal
+from atomtrain.swarm.catchup.certifying import send_certificates
 from atomtrain.swarm.catchup.fetching import Donations, Fetcher
 from atomtrain.swarm.catchup.joining import send_manifest
 from atomtrain.swarm.catchup.repair import Repairer
@@ -34,6 +36,7 @@ from atomtrain.swarm.transport.messages import (
     OPENING_BYTES_MAX,
     Accuse,
     AskAnchor,
+    AskCertificate,
     AskDial,
     AskKnown,
     AskManifest,
@@ -62,8 +65,8 @@ _DIALLED_AT_ONCE = 32
 """Peers that are dialled because they ask for it, each at one address of its own choice."""
 _PAUSE_BEATS = 8.0
 _OPENING = (
-    Accuse, AskManifest, AskStatus, Ping, AskDial, HoldOn, RelayTo, TakeCall, Propose, Invite,
-    Contribution,
+    Accuse, AskCertificate, AskManifest, AskStatus, Ping, AskDial, HoldOn, RelayTo, TakeCall,
+    Propose, Invite, Contribution,
 )  # fmt: skip
 
 
@@ -184,6 +187,11 @@ class Service:
             self._publish_soon.set()
         self._rounds.on_boundary(steps)
 
+    def on_merged(self, anchor: Anchor) -> None:
+        """Hear that an anchor has become this peer's own; sign it if it was made with others."""
+        if anchor.origin.unsigned is not None:
+            self.context.certified.sign(anchor.origin.unsigned)
+
     def on_refusal(self, refusal: Refusal) -> None:
         """Hear that an anchor did harm, and was not taken."""
         roster = self.context.roster
@@ -232,10 +240,18 @@ class Service:
         repairer.note_coming()
         if self.state == TRAINING and repairer.wanted:
             self._tasks.spawn(repairer.repair(), "repair")
+        if self.state == TRAINING and not self.fetcher.certifier.looking:
+            self._tasks.spawn(self._look_for_certificates(), "certificates")
         if self.state != LEFT:
             if ask := self._reach.due():
                 self._tasks.spawn(self._ask_to_be_dialled(ask), "asking to be dialled")
             self._relays.look(needed=self._reach.needs_relays)
+
+    async def _look_for_certificates(self) -> None:
+        """Ask for what makes claims count, and fetch what counts then."""
+        await self.fetcher.certifier.look()
+        if self._repairer.wanted:
+            await self._repairer.repair()
 
     async def _meet(self, strangers: list[str]) -> None:
         """Find out who is there, so that no round has to: anybody can make up members."""
@@ -364,7 +380,11 @@ class Service:
             await send_manifest(channel, self.context)
         elif isinstance(message, AskAnchor):
             anchor = self.context.mailbox.store.anchor(message.fragment)
+            certificate = self.context.certified.of(message.fragment, anchor.stamp.digest)
+            anchor = replace(anchor, certificate=certificate)
             await self._donations.send(channel, message, anchor)
+        elif isinstance(message, AskCertificate):
+            await send_certificates(channel, self.context, message)
         elif isinstance(message, AskKnown):
             await send_known(channel, self.context, message)
         elif isinstance(message, AskStatus):

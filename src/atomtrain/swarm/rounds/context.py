@@ -18,6 +18,7 @@ from atomtrain.swarm.codecs.codec import Codec
 from atomtrain.swarm.membership.absences import Absences
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.agenda import Agenda, group_of, groups_of, told_next
+from atomtrain.swarm.membership.claims import Certified, Claims
 from atomtrain.swarm.membership.config import PROTOCOL, Manifest, SwarmConfig
 from atomtrain.swarm.membership.deadlines import RoundTiming, Waits
 from atomtrain.swarm.membership.known_peers import KnownPeers
@@ -70,8 +71,12 @@ class Context:
     """How members are reached."""
     waits: Waits
     """How long they are waited for."""
+    claims: Claims
+    """Which of the others' claims count."""
     kept_group: KeptGroup = field(default_factory=KeptGroup)
     """With Gloo, what the last round has left for the next."""
+    certified: Certified
+    """The certificates of anchors that this peer has."""
     absences: Absences = field(default_factory=Absences)
     """Who was invited and took no part."""
 

@@ -14,7 +14,14 @@ from atomtrain.swarm.codecs.slices import Span, slices_per_member
 from atomtrain.swarm.rounds.bases import base_codec
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.rounds.leader_state import LeaderRound, Outgoing, Phase, RoundCall
-from atomtrain.swarm.transport.messages import BadMessage, Decline, Invite, Message, Refused
+from atomtrain.swarm.transport.messages import (
+    BadMessage,
+    Decline,
+    Invite,
+    Message,
+    Ready,
+    Refused,
+)
 from atomtrain.swarm.transport.transport import Channel, LinkLost, PeerRefused
 
 _log = logging.getLogger("atomtrain.swarm")
@@ -42,7 +49,8 @@ class LeaderIO:
         members = [record for record in context.roster.training() if record.peer_id in group]
         slack = context.slack(fragment)
         # A leader may be behind itself.
-        stamp = best_of((context.mailbox.stamp(fragment), context.roster.best()[fragment]))
+        best = context.roster.best(certain=True)[fragment]
+        stamp = best_of((context.mailbox.stamp(fragment), best))
         # Members that are behind fetch the whole anchor before they answer.
         anchor_bytes = 4 * context.manifest.fragment_elements[fragment]
         anchor_bytes *= 1 + context.mailbox.store.momentum
@@ -68,6 +76,9 @@ class LeaderIO:
             slack=slack,
             limit=context.age.limit,
             refused=context.roster.refused,
+            certain=lambda member, stamp: context.roster.certain(
+                member, fragment, stamp, context.mailbox.stamp(fragment)
+            ),
             lowered=partial(context.standing.lowered, context.peer_id),
             leader=context.peer_id,
         )
@@ -152,6 +163,9 @@ class LeaderIO:
                     raise PeerRefused(member, message)
                 if said == _SAID_MAX:
                     raise BadMessage("it says more than there is to say")
+                if isinstance(message, Ready):
+                    certificate, fragment = message.certificate, self._round.call.fragment
+                    self._context.certified.hear(fragment, message.digest, certificate)
                 self._events.put_nowait((member, message))
                 if isinstance(message, Decline):
                     channel.close()

@@ -63,6 +63,8 @@ class RoundCall:
     """What no anchor of the run can be beyond."""
     refused: Collection[str] = ()
     """Digests of anchors that did harm at the leader."""
+    certain: Callable[[str, Stamp], bool] = lambda *_: True
+    """Whether what a member says of its anchor counts for the leader."""
     lowered: Callable[[Sequence[str], Sequence[int]], Sequence[int]] = lambda _, weights: weights
     """What members weigh, of what they claim, by what the leader has seen of them."""
     leader: str = ""
@@ -209,13 +211,28 @@ class LeaderRound:
         return [(member, begin if member in self._waiting else behind) for member in everybody]
 
     def _near(self) -> tuple[Stamp, dict[str, Stamp]]:
-        """Return the best anchor that a member is ready on, and who is ready on it or a sibling."""
+        """Return the best anchor that a member is ready on, and who is ready on it or a sibling.
+
+        Those count of which the leader knows that there are such anchors, or on which more than
+        half are ready; if there are none, all. Nobody raises version or tokens beyond what counts.
+        """
         slack = self.call.slack
         stamps = {member: _stamp(ready) for member, ready in self._ready.items()}
-        best = best_of(stamps.values())
+        held = Counter(stamps.values())
+        counting = [
+            stamp
+            for member, stamp in stamps.items()
+            if self.call.certain(member, stamp) or 2 * held[stamp] > len(stamps)
+        ] or [*stamps.values()]
+        best = best_of(counting)
         assert best is not None, "somebody is ready"
-        near = {m: stamp for m, stamp in stamps.items() if siblings(stamp, best, slack)}
-        top = max(stamp.version for stamp in near.values())
+        beside = [stamp for stamp in counting if siblings(stamp, best, slack)]
+        top, most = max(s.version for s in beside), max(s.tokens for s in beside)
+        near = {
+            member: stamp
+            for member, stamp in stamps.items()
+            if siblings(stamp, best, slack) and stamp.version <= top and stamp.tokens <= most
+        }
         return best, {m: stamp for m, stamp in near.items() if top - stamp.version <= slack}
 
     def _decide(self) -> Outgoing:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, Origin, Snapshot, split_parts, whole
+from atomtrain.swarm.anchors.certificate import unsigned
 from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, Stamp
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.anchors.updates import OuterUpdate, Update
@@ -36,6 +37,7 @@ from atomtrain.swarm.transport.messages import (
     Abandon,
     BadMessage,
     Begin,
+    Certificate,
     Commit,
     Decline,
     Held,
@@ -114,6 +116,7 @@ class RoundMember:
                 digest=stamp.digest,
                 weight=snapshot.weight,
                 late=snapshot.late,
+                certificate=self._context.certified.of(snapshot.fragment, stamp.digest),
             )
         )
         begin = await self._expect(Begin, self.invite.answer_s + self._context.timing.floor_s)
@@ -319,11 +322,19 @@ def merge_of(decided: Decided, update: Update, peer_id: str) -> Merge:
     used = frozenset().union(*(part.contributors for part in made.parts))
     tokens = sum(w for m, w in zip(begin.members, begin.weights, strict=True) if m in used)
     stamp = _stamp_after(begin, tokens, made.digest)
-    origin = Origin(begin.round_id, made.parts)
+    origin = Origin(begin.round_id, made.parts, _unsigned(decided, stamp, peer_id))
     anchor = Anchor(made.values, made.velocity, stamp, origin, grouped=begin.bases)
     changed, contributed = split_parts(made.parts, peer_id)
     own_velocity = _own_velocity(snapshot, update, contributed) if begin.bases else None
     return Merge(snapshot.fragment, anchor, changed, snapshot, contributed, velocity=own_velocity)
+
+
+def _unsigned(decided: Decided, stamp: Stamp, peer_id: str) -> Certificate | None:
+    """Return what the members sign that were there to the end; None where this one was alone."""
+    survivors = {peer_id, *decided.begin.members}.difference(decided.commit.absent)
+    parent = "" if decided.begin.bases else decided.snapshot.anchor.stamp.digest
+    there = survivors if len(survivors) > 1 and peer_id in survivors else ()
+    return unsigned(decided.snapshot.fragment, stamp, parent, there) if there else None
 
 
 def _stamp_after(begin: Begin, tokens: int, digest: str = "") -> Stamp:

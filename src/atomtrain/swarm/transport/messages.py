@@ -74,6 +74,38 @@ class ManifestHeader(Message, frozen=True, kw_only=True):
     time_s: Real
 
 
+class Certificate(Message, frozen=True, kw_only=True):
+    """What members of a round sign of the anchor that it has made; see `anchors/certificate.py`.
+
+    `parent` is the digest of the anchor that it was made of, empty where members had different
+    ones. `signatures` are in the order of `members`, in hexadecimal digits, or empty: not there.
+    """
+
+    fragment: Count
+    version: Count
+    tokens: Count
+    digest: Text
+    parent: Text
+    members: Texts
+    signatures: Texts
+
+
+Chain = Annotated[tuple[Certificate, ...], Meta(max_length=16)]
+
+
+class AskCertificate(Message, frozen=True, kw_only=True):
+    """A peer asks for what this one has of the certificate of an anchor."""
+
+    fragment: Count
+    digest: Text
+
+
+class Certificates(Message, frozen=True, kw_only=True):
+    """It, whoever has signed yet, and those of the anchors before it; empty: there is none."""
+
+    chain: Chain
+
+
 class AskAnchor(Message, frozen=True, kw_only=True):
     """A peer asks for a fragment's anchor as it is now.
 
@@ -106,6 +138,7 @@ class AnchorHeader(Message, frozen=True, kw_only=True):
     contributors: Texts
     grouped: bool
     """It is that of one of several groups: no velocity comes with it."""
+    certificate: Certificate | None = None
 
 
 class AskKnown(Message, frozen=True, kw_only=True):
@@ -225,7 +258,8 @@ class Invite(Message, frozen=True, kw_only=True):
 class Ready(Message, frozen=True, kw_only=True):
     """The member has its snapshot: which anchor it rests on, and how many tokens it weighs.
 
-    `late`: an earlier anchor than that is what part of its change was learnt from.
+    `late`: an earlier anchor than that is what part of its change was learnt from. `certificate` is
+    that of the anchor, as far as the member has it.
     """
 
     version: Count
@@ -233,6 +267,7 @@ class Ready(Message, frozen=True, kw_only=True):
     digest: Text
     weight: Count
     late: bool
+    certificate: Certificate | None = None
 
 
 class Decline(Message, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ from atomtrain.swarm.node.probe import receive_status
 from atomtrain.swarm.transport import messages
 from atomtrain.swarm.transport.identity import Identity
 from atomtrain.swarm.transport.memory import channel_pair
-from atomtrain.swarm.transport.messages import AnchorHeader, BadMessage, Message
+from atomtrain.swarm.transport.messages import AnchorHeader, BadMessage, Certificate, Message
 from atomtrain.swarm.transport.sealed import agree_as_called, agree_as_caller
 from atomtrain.swarm.transport.transport import LinkLost
 from tests.support.swarm_virtual import run_virtual
@@ -61,7 +61,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 }
 PYTHON_TYPES: dict[str, type] = {
     "Count": int, "Real": float, "Text": str, "bool": bool,
-    "Counts": tuple, "Texts": tuple, "Reals": tuple, "Flags": tuple,
+    "Counts": tuple, "Texts": tuple, "Reals": tuple, "Flags": tuple, "Chain": tuple,
 }  # fmt: skip
 KINDS = sorted(Message.__subclasses__(), key=lambda kind: kind.__name__)
 NESTED = {kind.__name__: kind for kind in KINDS}
@@ -73,6 +73,10 @@ def of_kind(kind: type[Message]) -> st.SearchStrategy[Message]:
 
 
 def field(declared: str) -> st.SearchStrategy[Any]:
+    if declared == "Chain":
+        return st.lists(of_kind(Certificate), max_size=2).map(tuple)
+    if declared == "Certificate | None":
+        return st.none() | of_kind(Certificate)
     return of_kind(NESTED[declared]) if declared in NESTED else FIELDS[declared]
 
 
@@ -112,6 +116,9 @@ def test_spoilt_messages(message: Message, data: st.DataObject) -> None:
         return
     for name in found.__struct_fields__:
         value, declared = getattr(found, name), found.__annotations__[name]
+        if declared == "Certificate | None":
+            assert value is None or type(value) is Certificate
+            continue
         assert type(value) is NESTED.get(declared, PYTHON_TYPES.get(declared))
         assert not isinstance(value, int | float) or 0 <= value <= 2**53
 
