@@ -205,7 +205,12 @@ class Claims:
         return self._clock() >= self._broken.get(peer_id, (0.0, 0.0))[0]
 
     def broke(self, peer_id: str) -> None:
-        """Hear that a peer did not give the better anchor that it claims."""
+        """Hear that a peer did not give the better anchor that it claims.
+
+        Several fetches that end together are one time: a link that breaks ends all of them.
+        """
+        if not self.keeps(peer_id):
+            return
         _, last_s = self._broken.pop(peer_id, (0.0, 0.0))
         for_s = min(max(_BROKEN_S, 2 * last_s), _BROKEN_S_MAX)
         self._broken[peer_id] = self._clock() + for_s, for_s

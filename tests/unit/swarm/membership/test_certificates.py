@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from msgspec.structs import replace
 
+from atomtrain.swarm.anchors.anchors import Anchor
 from atomtrain.swarm.anchors.certificate import (
     NAMED_MAX,
     complete,
@@ -19,12 +20,20 @@ from atomtrain.swarm.anchors.certificate import (
     witnesses,
 )
 from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.catchup.fetching import send_anchor
 from atomtrain.swarm.membership import claims as claims_module
 from atomtrain.swarm.membership.claims import CHAIN_MAX, Certified, Claims
 from atomtrain.swarm.membership.standing import Standing
 from atomtrain.swarm.rounds.leader_state import LeaderRound, RoundCall
 from atomtrain.swarm.transport.identity import Identity, verify
-from atomtrain.swarm.transport.messages import AskCertificate, Certificate, Ready, encode
+from atomtrain.swarm.transport.messages import (
+    AskAnchor,
+    AskCertificate,
+    Certificate,
+    Ready,
+    encode,
+)
+from atomtrain.swarm.transport.transport import Channel, LinkLost
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
 from tests.unit.swarm.membership.test_claims import forged, lie, quiet
 from tests.unit.swarm.membership.test_membership import record_of
@@ -310,6 +319,14 @@ def test_who_does_not_give_what_it_claims_is_believed_later_and_later() -> None:
     assert claims.certain(B.peer_id, 0, BETTER, OWN)
 
 
+def test_fetches_that_end_together_are_one_time() -> None:
+    claims, clock = claims_of(book(A))
+    for _ in range(3):
+        claims.broke(B.peer_id)
+    clock.now_s += 5.1
+    assert claims.keeps(B.peer_id)
+
+
 # Rounds
 
 
@@ -430,6 +447,44 @@ def test_a_claim_without_a_certificate_is_not_fetched_before_its_time(
         assert not a.reports
         await asyncio.sleep(15)
         assert [report.outcome for report in a.reports] == ["fetched"], "then it is tried"
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize("came_bytes", [0, 100])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_donor_that_was_cut_off_counts_as_before_if_some_of_its_anchor_came(
+    came_bytes: int, lost: bool
+) -> None:
+    """By a round that does not wait, or by a link that breaks; its link may be slow."""
+
+    async def scenario() -> None:
+        simulation = await quiet("a", "slow")
+        context = simulation.peers["a"].service.context
+        slow = simulation.peers["slow"]
+        lie(slow, lambda anchor: forged(anchor, tokens=10))
+
+        async def send(channel: Channel, ask: AskAnchor, anchor: Anchor) -> None:
+            whole = channel.send_bytes
+
+            async def some(data: bytes | memoryview) -> None:
+                head = isinstance(data, bytes)
+                await whole(data if head else data[:came_bytes])
+                if not head:
+                    await asyncio.sleep(0 if lost else 1e6)
+                    raise LinkLost("cut off")
+
+            channel.send_bytes = some  # type: ignore[method-assign]
+            await send_anchor(channel, ask, anchor)
+
+        slow.service._donations.send = send  # type: ignore[method-assign]
+        own = context.mailbox.stamp(0)
+        assert own is not None
+        fetcher = simulation.peers["a"].service.fetcher
+        with pytest.raises(LinkLost if lost else TimeoutError):
+            async with asyncio.timeout(2.0):
+                await fetcher.fetch_kept("slow", 0, own, believed=True)
+        assert context.claims.keeps("slow") == (came_bytes > 0)
 
     run_virtual(scenario)
 
