@@ -1,7 +1,7 @@
 """Certificates of anchors: what the members of a round sign of what it has made.
 
 A certificate names the anchor, the one that it was made of, and those who were there to the end, or
-seven of them in a large group, and carries the signatures that have come. It shows what its signers
+five of them in a large group, and carries the signatures that have come. It shows what its signers
 say: that they took part, and took the outcome. It does not show that the anchor is good, since
 identities cost nothing and can sign among themselves.
 """
