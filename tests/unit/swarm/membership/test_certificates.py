@@ -20,6 +20,7 @@ from atomtrain.swarm.anchors.certificate import (
     witnesses,
 )
 from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.catchup import certifying
 from atomtrain.swarm.catchup.fetching import send_anchor
 from atomtrain.swarm.membership import claims as claims_module
 from atomtrain.swarm.membership.claims import CHAIN_MAX, Certified, Claims
@@ -30,6 +31,7 @@ from atomtrain.swarm.transport.messages import (
     AskAnchor,
     AskCertificate,
     Certificate,
+    Message,
     Ready,
     encode,
 )
@@ -487,6 +489,31 @@ def test_a_donor_that_was_cut_off_counts_as_before_if_some_of_its_anchor_came(
         assert context.claims.keeps("slow") == (came_bytes > 0)
 
     run_virtual(scenario)
+
+
+def test_who_has_no_certificate_is_not_asked_for_it_at_each_beat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The streams of such questions would come to the limit, and those of rounds with them."""
+    asked: list[str] = []
+    send = Channel.send
+
+    async def noted(self: Channel, message: Message) -> None:
+        if isinstance(message, AskCertificate):
+            asked.append(self.remote)
+        await send(self, message)
+
+    async def scenario() -> None:
+        simulation = await quiet("a", "b", "ahead")
+        a = simulation.peers["a"].service
+        a.context.standing.observe("b", 1, rejected=False)
+        a._repairer.stale = lambda: None  # type: ignore[method-assign]
+        lie(simulation.peers["ahead"], lambda anchor: forged(anchor, tokens=10))
+        monkeypatch.setattr(Channel, "send", noted)
+        await asyncio.sleep(120)
+
+    run_virtual(scenario)
+    assert 0 < asked.count("ahead") <= certifying._CLAIM_TRIES
 
 
 def test_who_is_asked_tells_of_nothing_that_it_does_not_have() -> None:
