@@ -91,8 +91,13 @@ class Certified:
             self.add(told)
 
     def hold(self, fragment: int, digest: str) -> None:
-        """Keep the certificate of an anchor that has become this peer's own."""
-        if (c := self._others.get(fragment, {}).pop(digest, None)) is not None:
+        """Keep the certificate of an anchor that has become this peer's own.
+
+        Not before it counts: anybody can have made one up first, and the true one may still come.
+        """
+        c = self._others.get(fragment, {}).get(digest)
+        if c is not None and self._counts(c, "", CHAIN_MAX):
+            del self._others[fragment][digest]
             _keep(self._own, c)
 
     def chain(self, fragment: int, digest: str) -> tuple[Certificate, ...]:

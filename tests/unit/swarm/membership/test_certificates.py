@@ -190,6 +190,16 @@ def test_who_tells_of_an_anchor_first_cannot_have_the_true_certificate_kept_out(
     assert certified.shows(B.peer_id, 0, BETTER), "nor have it forgotten"
 
 
+def test_a_made_up_certificate_of_an_own_anchor_keeps_the_true_one_from_nothing() -> None:
+    certified = book(A)
+    certified.add(certificate(BETTER, [L, M], [L, M]))
+    certified.hold(0, BETTER.digest)  # it was fetched from somebody who had no certificate yet
+    assert shown(certified, certificate(BETTER, [A, B], [A, B]))
+    certified.hold(0, BETTER.digest)
+    certified.add(certificate(BETTER, [L, M], [L, M]))
+    assert certified.shows(B.peer_id, 0, BETTER)
+
+
 def test_a_flood_does_not_drive_out_this_peers_own() -> None:
     certified = book(A)
     certified.sign(certificate(BETTER, [ME, A], []))
