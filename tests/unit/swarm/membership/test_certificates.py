@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -143,6 +144,23 @@ def test_forged_foreign_and_replayed_signatures_are_none() -> None:
 )
 def test_what_has_another_form_is_none(spoil: Callable[[Certificate], Certificate]) -> None:
     assert not shown(book(A), spoil(certificate(BETTER, [A, B, C], [A, B])))
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        {"digest": "0" * 4096},
+        {"parent": "0" * 4096},
+        {"members": (L.peer_id, "z" * 4096), "signatures": ("", "")},
+    ],
+)
+def test_long_ones_are_not_kept(long: dict[str, Any]) -> None:
+    """Of a hundred fragments and 16 anchors each they would take 30 MB."""
+    c = replace(certificate(BETTER, [L], []), **long)
+    c = with_signature(c, L.peer_id, L.sign(signed_text(RUN, c)).hex())
+    certified = book(A)
+    certified.add(c)
+    assert certified.of(0, c.digest) is None
 
 
 def replace_stamp(stamp: Stamp, *, tokens: int) -> Stamp:
