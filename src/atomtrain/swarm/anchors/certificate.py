@@ -1,7 +1,7 @@
 """Certificates of anchors: what the members of a round sign of what it has made.
 
 A certificate names the anchor, the one that it was made of, and those who were there to the end, or
-seven of them in a large group, and carries the signatures that have come. It shows what its signers
+five of them in a large group, and carries the signatures that have come. It shows what its signers
 say: that they took part, and took the outcome. It does not show that the anchor is good, since
 identities cost nothing and can sign among themselves.
 """
@@ -18,6 +18,8 @@ from atomtrain.swarm.transport.messages import Certificate, encode
 
 NAMED_MAX = 5
 """Members that a certificate names: it has about 1 KiB with the signatures of more than half."""
+_TEXT_MAX = 128
+"""Characters of a hash or an id, at most: what others make up is kept for a while."""
 Verify = Callable[[str, bytes, bytes], bool]
 
 
@@ -100,7 +102,8 @@ def joined(known: Certificate | None, told: Certificate, run: str, verify: Verif
 
 def _well_formed(c: Certificate) -> bool:
     named = 0 < len(c.members) <= NAMED_MAX and list(c.members) == sorted(set(c.members))
-    return named and len(c.signatures) == len(c.members)
+    short = all(len(text) <= _TEXT_MAX for text in (c.digest, c.parent, *c.members))
+    return named and short and len(c.signatures) == len(c.members)
 
 
 def _bytes_of(signature: str) -> bytes:

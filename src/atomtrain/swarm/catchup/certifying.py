@@ -26,6 +26,9 @@ _AT_ONCE = 8
 """Questions at a beat, of each kind."""
 _TRIES = 8
 """Beats at which members are asked for what the certificate of one anchor lacks."""
+_CLAIM_TRIES = 4
+"""Times that a peer is asked for the certificate of one claim: who asks for ever comes to the limit
+of streams there, see `buckets`, and rounds do not get through either."""
 
 
 class _Question(NamedTuple):
@@ -45,6 +48,8 @@ class Certifier:
         self._turn = 0
         self._tries: dict[tuple[int, str], int] = {}
         """By fragment and digest of this peer's own anchors."""
+        self._claims_asked: dict[_Question, int] = {}
+        """By claim of others: how often its peer was asked for the certificate."""
 
     async def look(self) -> None:
         """Ask once for what this peer's own anchors lack, and for what others claim to have."""
@@ -94,7 +99,7 @@ class Certifier:
         """Return whom to ask for certificates of what is better than this peer's own."""
         roster = self._context.roster
         stamps = self._context.mailbox.store.stamps()
-        found = sorted(
+        claimed = sorted(
             _Question(record.peer_id, fragment, stamp.digest)
             for record in roster.others
             for fragment, (stamp, own) in enumerate(zip(record.stamps, stamps, strict=True))
@@ -103,8 +108,12 @@ class Certifier:
             and self._context.claims.keeps(record.peer_id)
             and not roster.certain(record.peer_id, fragment, stamp, own)
         )
+        asked = {question: self._claims_asked.get(question, 0) for question in claimed}
+        found = [question for question in claimed if asked[question] < _CLAIM_TRIES]
         first = self._turn * _AT_ONCE % len(found) if len(found) > _AT_ONCE else 0
-        return (found + found)[first : first + min(_AT_ONCE, len(found))]
+        chosen = (found + found)[first : first + min(_AT_ONCE, len(found))]
+        self._claims_asked = asked | {question: asked[question] + 1 for question in chosen}
+        return chosen
 
     def _lacking(self, c: Certificate) -> list[str]:
         roster, me = self._context.roster, self._context.peer_id

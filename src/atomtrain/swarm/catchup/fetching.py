@@ -152,6 +152,8 @@ class Fetcher:
         self._partial: dict[int, Partial] = {}
         self._asked: Counter[str] = Counter()
         """Fetches under way from each donor."""
+        self._arrivals: Counter[int] = Counter()
+        """By fragment: times that something of an anchor came."""
 
     async def fetch_better(
         self, fragment: int, own: Stamp, doubted: Collection[str] = ()
@@ -182,28 +184,28 @@ class Fetcher:
     ) -> Fetched:
         """Return a better anchor than `own` from a donor, and remember whether it gave one.
 
+        A link that breaks, or a round that does not wait, says nothing against a donor some of
+        whose anchor has come.
+
         Raises:
             NotCertified: what it has does not count, and it is not `believed`.
             LinkLost: the donor is gone, or refused; what has come is kept for the next one.
             BadMessage: it has nothing better, or what came is not what was announced.
         """
-        filled_bytes = self._filled_bytes(fragment)
+        arrivals = self._arrivals[fragment]
         try:
             fetched = await self.fetch_from(donor, fragment, own, believed=believed)
         except NotCertified:
             raise
-        except (LinkLost, BadMessage):
+        except BadMessage:
             self._context.claims.broke(donor)
             raise
-        except asyncio.CancelledError:
-            if self._filled_bytes(fragment) == filled_bytes:
+        except (LinkLost, asyncio.CancelledError):
+            if self._arrivals[fragment] == arrivals:
                 self._context.claims.broke(donor)
             raise
         self._context.claims.gave(donor)
         return fetched
-
-    def _filled_bytes(self, fragment: int) -> int:
-        return self._partial[fragment].filled_bytes if fragment in self._partial else 0
 
     def _better(self, fragment: int, own: Stamp, doubted: Collection[str]) -> list[str]:
         """Return who claims a better anchor, and is believed."""
@@ -295,9 +297,13 @@ class Fetcher:
         channel = await self._opened(donor)
         try:
             partial = await self._begin(channel, fragment, own, vouched=vouched, believed=believed)
-            for piece in partial.missing():
-                await channel.receive_into(piece)
-                partial.filled_bytes += len(piece)
+            begun = channel.arrivals
+            try:
+                for piece in partial.missing():
+                    await channel.receive_into(piece)
+                    partial.filled_bytes += len(piece)
+            finally:
+                self._arrivals[fragment] += channel.arrivals - begun
             return Fetched(await self._checked(donor, fragment), channel.received_bytes, donor)
         finally:
             channel.close()

@@ -91,8 +91,13 @@ class Certified:
             self.add(told)
 
     def hold(self, fragment: int, digest: str) -> None:
-        """Keep the certificate of an anchor that has become this peer's own."""
-        if (c := self._others.get(fragment, {}).pop(digest, None)) is not None:
+        """Keep the certificate of an anchor that has become this peer's own.
+
+        Not before it counts: anybody can have made one up first, and the true one may still come.
+        """
+        c = self._others.get(fragment, {}).get(digest)
+        if c is not None and self._counts(c, "", CHAIN_MAX):
+            del self._others[fragment][digest]
             _keep(self._own, c)
 
     def chain(self, fragment: int, digest: str) -> tuple[Certificate, ...]:
@@ -205,7 +210,12 @@ class Claims:
         return self._clock() >= self._broken.get(peer_id, (0.0, 0.0))[0]
 
     def broke(self, peer_id: str) -> None:
-        """Hear that a peer did not give the better anchor that it claims."""
+        """Hear that a peer did not give the better anchor that it claims.
+
+        Several fetches that end together are one time: a link that breaks ends all of them.
+        """
+        if not self.keeps(peer_id):
+            return
         _, last_s = self._broken.pop(peer_id, (0.0, 0.0))
         for_s = min(max(_BROKEN_S, 2 * last_s), _BROKEN_S_MAX)
         self._broken[peer_id] = self._clock() + for_s, for_s

@@ -363,8 +363,10 @@ class Service:
             if isinstance(message, HoldOn):
                 await relay.hold(channel)
             else:
-                await relay.pass_on(channel, message)
-                self._bounds.called_for(channel)
+                try:
+                    await relay.pass_on(channel, message)
+                finally:  # one end may break off in the middle
+                    self._bounds.called_for(channel)
             return _After.CLOSE
         elif isinstance(message, TakeCall):
             self.context.routes.relay.take(channel, message)

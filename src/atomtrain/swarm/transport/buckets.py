@@ -17,11 +17,14 @@ What an honest peer asks of one other at most, in a swarm of 64 with F fragments
     records      40, then 8          8 calls of the hash table a beat, of which 2.8 were seen among
                                      five peers; a beat takes `expiry_s`/30 at least
 
+To these streams come questions for certificates, of what a peer claims that nothing certifies: four
+for each fragment, as many again for what others signed, 16 in a beat. 8 F are enough for them.
+
 Streams that rounds have called for take nothing: lanes of a round under way, invitations that are
 followed, proposals that are accepted, and streams through relays, which `calls` counts. So there is
-no pace of rounds that meets a limit. All that `allowances` gives is at least four times what is
-above; 64 peers at one address ask 64 times as much, and 16 times four is allowed. Pings are asked
-for by people, three times in a row.
+no pace of rounds that meets a limit. All that `allowances` gives is at least four times what the
+table says; 64 peers at one address ask 64 times as much, and 16 times four is allowed. Pings are
+asked for by people, three times in a row.
 """
 
 from __future__ import annotations

@@ -74,6 +74,8 @@ class Channel(ABC):
         """Where the other side is, if it opened the stream and that is known."""
         self.sent_bytes = 0
         self.received_bytes = 0
+        self.arrivals = 0
+        """Times that bytes came of what is long, also of a part that is not whole yet."""
         self.pacer = Pacer()
         """Limits what is sent; several channels may have one in common."""
         self.stall: Callable[[], float] = lambda: stall_s
@@ -231,6 +233,7 @@ class Channel(ABC):
         return count
 
     def _came(self) -> None:
+        self.arrivals += 1
         self._start_again(self._coming)
 
     def _went(self) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from atomtrain.swarm.anchors.anchors import Anchor
 from atomtrain.swarm.anchors.certificate import (
     NAMED_MAX,
     complete,
@@ -19,12 +21,22 @@ from atomtrain.swarm.anchors.certificate import (
     witnesses,
 )
 from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.catchup import certifying
+from atomtrain.swarm.catchup.fetching import send_anchor
 from atomtrain.swarm.membership import claims as claims_module
 from atomtrain.swarm.membership.claims import CHAIN_MAX, Certified, Claims
 from atomtrain.swarm.membership.standing import Standing
 from atomtrain.swarm.rounds.leader_state import LeaderRound, RoundCall
 from atomtrain.swarm.transport.identity import Identity, verify
-from atomtrain.swarm.transport.messages import AskCertificate, Certificate, Ready, encode
+from atomtrain.swarm.transport.messages import (
+    AskAnchor,
+    AskCertificate,
+    Certificate,
+    Message,
+    Ready,
+    encode,
+)
+from atomtrain.swarm.transport.transport import Channel, LinkLost
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
 from tests.unit.swarm.membership.test_claims import forged, lie, quiet
 from tests.unit.swarm.membership.test_membership import record_of
@@ -134,6 +146,23 @@ def test_what_has_another_form_is_none(spoil: Callable[[Certificate], Certificat
     assert not shown(book(A), spoil(certificate(BETTER, [A, B, C], [A, B])))
 
 
+@pytest.mark.parametrize(
+    "long",
+    [
+        {"digest": "0" * 4096},
+        {"parent": "0" * 4096},
+        {"members": (L.peer_id, "z" * 4096), "signatures": ("", "")},
+    ],
+)
+def test_long_ones_are_not_kept(long: dict[str, Any]) -> None:
+    """Of a hundred fragments and 16 anchors each they would take 30 MB."""
+    c = replace(certificate(BETTER, [L], []), **long)
+    c = with_signature(c, L.peer_id, L.sign(signed_text(RUN, c)).hex())
+    certified = book(A)
+    certified.add(c)
+    assert certified.of(0, c.digest) is None
+
+
 def replace_stamp(stamp: Stamp, *, tokens: int) -> Stamp:
     return Stamp(stamp.version, tokens, stamp.digest)
 
@@ -177,6 +206,16 @@ def test_who_tells_of_an_anchor_first_cannot_have_the_true_certificate_kept_out(
     assert shown(certified, certificate(BETTER, [A, B], [A, B]))
     certified.add(certificate(replace_stamp(BETTER, tokens=10**6), [L, M], [L, M]))
     assert certified.shows(B.peer_id, 0, BETTER), "nor have it forgotten"
+
+
+def test_a_made_up_certificate_of_an_own_anchor_keeps_the_true_one_from_nothing() -> None:
+    certified = book(A)
+    certified.add(certificate(BETTER, [L, M], [L, M]))
+    certified.hold(0, BETTER.digest)  # it was fetched from somebody who had no certificate yet
+    assert shown(certified, certificate(BETTER, [A, B], [A, B]))
+    certified.hold(0, BETTER.digest)
+    certified.add(certificate(BETTER, [L, M], [L, M]))
+    assert certified.shows(B.peer_id, 0, BETTER)
 
 
 def test_a_flood_does_not_drive_out_this_peers_own() -> None:
@@ -310,6 +349,14 @@ def test_who_does_not_give_what_it_claims_is_believed_later_and_later() -> None:
     assert claims.certain(B.peer_id, 0, BETTER, OWN)
 
 
+def test_fetches_that_end_together_are_one_time() -> None:
+    claims, clock = claims_of(book(A))
+    for _ in range(3):
+        claims.broke(B.peer_id)
+    clock.now_s += 5.1
+    assert claims.keeps(B.peer_id)
+
+
 # Rounds
 
 
@@ -432,6 +479,69 @@ def test_a_claim_without_a_certificate_is_not_fetched_before_its_time(
         assert [report.outcome for report in a.reports] == ["fetched"], "then it is tried"
 
     run_virtual(scenario)
+
+
+@pytest.mark.parametrize("came_bytes", [0, 100])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_donor_that_was_cut_off_counts_as_before_if_some_of_its_anchor_came(
+    came_bytes: int, lost: bool
+) -> None:
+    """By a round that does not wait, or by a link that breaks; its link may be slow."""
+
+    async def scenario() -> None:
+        simulation = await quiet("a", "slow")
+        context = simulation.peers["a"].service.context
+        slow = simulation.peers["slow"]
+        lie(slow, lambda anchor: forged(anchor, tokens=10))
+
+        async def send(channel: Channel, ask: AskAnchor, anchor: Anchor) -> None:
+            whole = channel.send_bytes
+
+            async def some(data: bytes | memoryview) -> None:
+                head = isinstance(data, bytes)
+                await whole(data if head else data[:came_bytes])
+                if not head:
+                    await asyncio.sleep(0 if lost else 1e6)
+                    raise LinkLost("cut off")
+
+            channel.send_bytes = some  # type: ignore[method-assign]
+            await send_anchor(channel, ask, anchor)
+
+        slow.service._donations.send = send  # type: ignore[method-assign]
+        own = context.mailbox.stamp(0)
+        assert own is not None
+        fetcher = simulation.peers["a"].service.fetcher
+        with pytest.raises(LinkLost if lost else TimeoutError):
+            async with asyncio.timeout(2.0):
+                await fetcher.fetch_kept("slow", 0, own, believed=True)
+        assert context.claims.keeps("slow") == (came_bytes > 0)
+
+    run_virtual(scenario)
+
+
+def test_who_has_no_certificate_is_not_asked_for_it_at_each_beat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The streams of such questions would come to the limit, and those of rounds with them."""
+    asked: list[str] = []
+    send = Channel.send
+
+    async def noted(self: Channel, message: Message) -> None:
+        if isinstance(message, AskCertificate):
+            asked.append(self.remote)
+        await send(self, message)
+
+    async def scenario() -> None:
+        simulation = await quiet("a", "b", "ahead")
+        a = simulation.peers["a"].service
+        a.context.standing.observe("b", 1, rejected=False)
+        a._repairer.stale = lambda: None  # type: ignore[method-assign]
+        lie(simulation.peers["ahead"], lambda anchor: forged(anchor, tokens=10))
+        monkeypatch.setattr(Channel, "send", noted)
+        await asyncio.sleep(120)
+
+    run_virtual(scenario)
+    assert 0 < asked.count("ahead") <= certifying._CLAIM_TRIES
 
 
 def test_who_is_asked_tells_of_nothing_that_it_does_not_have() -> None:

@@ -142,6 +142,26 @@ def test_streams_through_a_relay_are_counted_for_themselves() -> None:
     assert watched.refusal(caller, TakeCall(ticket="")) == REFUSAL
 
 
+def test_streams_through_a_relay_count_no_more_if_one_end_breaks_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> float:
+        simulation = await _one_peer()
+        service = simulation.peers["founder"].service
+
+        async def broken(*_: object) -> None:
+            raise LinkLost("the called peer hung up")
+
+        monkeypatch.setattr(service.context.routes.relay, "refusal", lambda *_, **__: "")
+        monkeypatch.setattr(service.context.routes.relay, "pass_on", broken)
+        stranger = Stranger(simulation, "stranger", "founder")
+        for _ in range(50):
+            assert await stranger.ask(RelayTo(peer_id="called", bulk=False)) == "closed"
+        return service._bounds._buckets._peers[buckets.STREAMS, "stranger"].tokens
+
+    assert run_virtual(scenario) >= ALLOWED[buckets.STREAMS].burst - 1
+
+
 def test_what_a_peer_asks_itself_has_no_limit() -> None:
     watched = bounds.Bounds("me", 1, lambda: 0.0)
     own = channel_pair("me", "me", 5.0)[1]
