@@ -33,13 +33,17 @@ def listening(show: Show) -> Iterator[None]:
 
     Args:
         show: Gets a line every second from a thread, and `""` when there is nothing to show any
-            more.
+            more; nothing once this is over.
     """
     _listeners.append(show)
+    before = len(_under_way)
     try:
         yield
     finally:
         _listeners.pop()
+        # A generator that an error left unfinished lives as long as the error.
+        for left in reversed(_under_way[before:]):
+            left.end()
 
 
 class Progress:
@@ -76,7 +80,12 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         """End, whatever has happened."""
-        _under_way.remove(self)
+        self.end()
+
+    def end(self) -> None:
+        """Tell nothing any more; a second call does nothing."""
+        if self in _under_way:
+            _under_way.remove(self)
         self._over.set()
         if self._thread is not None:
             self._thread.join()

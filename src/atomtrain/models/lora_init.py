@@ -9,7 +9,7 @@ says the same at first: `W = (W - scale * B A) + scale * B A`. As peft's `init_l
 
 Everything is computed in float64 and rounded once. So it can be computed again, elsewhere too, from
 the matrix and a seed: no checkpoint holds it. Beside the matrix memory holds its copy in float64,
-for `pissa` also twice the square of its smaller side.
+for `pissa` also four to five times the square of its smaller side.
 """
 
 from __future__ import annotations

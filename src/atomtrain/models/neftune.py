@@ -49,7 +49,10 @@ def with_noise(model: nn.Module, alpha: float) -> nn.Module:
         ConfigError: the model does not say which its embedding is.
     """
     find = getattr(model, "get_input_embeddings", None)
-    embedding: Any = None if find is None else find()
+    try:
+        embedding: Any = None if find is None else find()
+    except NotImplementedError:  # as transformers says it of images and sounds
+        embedding = None
     if isinstance(embedding, _Noisy):
         embedding.__class__ = type(embedding).__bases__[1]
         delattr(embedding, _ALPHA)

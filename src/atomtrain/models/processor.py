@@ -34,9 +34,15 @@ _OF_IMAGES = {
 }  # fmt: skip
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MOST_PIXELS = 4096
-"""Of a side, after resizing."""
+"""Of a side that a setting names; also of all other numbers in settings."""
+_MOST_RESIZED_PIXELS = 1 << 26
+"""Of a picture whose shorter side was brought to a size, before it is cropped."""
 _MOST_CHARACTERS = 1 << 20
 """Of a row's text."""
+_MOST_TOKENS = 1 << 17
+"""Of a row's images."""
+_MOST_LETTERS = 100
+"""Of a text in settings."""
 
 
 class Seen(NamedTuple):
@@ -85,6 +91,8 @@ class Processor:
                 f"a text of {len(text)} characters is too long beside images, at most "
                 f"{_MOST_CHARACTERS} are taken; divide it"
             )
+        pixels = self.pixels(pictures)
+        self._check_tokens(pixels)
         begun = self._made.tokenizer.bos_token
         special = not (begun and text.startswith(begun))  # as its own apply_chat_template does
         try:
@@ -96,9 +104,6 @@ class Processor:
                     return_offsets_mapping=True,
                     return_text_replacement_offsets=True,
                 )
-                pixels = self.pixels(pictures)
-        except DataError:
-            raise
         except Exception as error:  # whatever a class of transformers raises
             raise _refused(error) from error
         starts = [
@@ -114,6 +119,8 @@ class Processor:
         Raises:
             DataError: the processor cannot take them.
         """
+        for picture in pictures:
+            self._check_side(picture.size)
         try:
             with confined():
                 made = self._made.image_processor(images=list(pictures), return_tensors="pt")
@@ -126,6 +133,24 @@ class Processor:
                 "one array of channels, height and width for each is needed; take its tiles away"
             )
         return found.float()
+
+    def _check_side(self, size: tuple[int, int]) -> None:
+        """Refuse a strip: with its shorter side resized, the other one is as much longer."""
+        images = self._made.image_processor
+        to_pixels = (getattr(images, "size", None) or {}).get("shortest_edge")
+        if to_pixels is not None and to_pixels**2 * max(size) > _MOST_RESIZED_PIXELS * min(size):
+            raise DataError(
+                f"an image of {size[0]} x {size[1]} pixels is too long to have its shorter side "
+                f"resized to {to_pixels}; cut it"
+            )
+
+    def _check_tokens(self, pixels: Tensor) -> None:
+        patch, height, width = self._made.patch_size, *pixels.shape[-2:]
+        if patch and (height // patch) * (width // patch) * len(pixels) > _MOST_TOKENS:
+            raise DataError(
+                f"its images of {height} x {width} pixels have more than {_MOST_TOKENS} patches of "
+                f"{patch} x {patch}; give fewer, or correct patch_size in {PROCESSOR_FILE}"
+            )
 
 
 def require_pillow() -> None:
@@ -195,10 +220,11 @@ def _kept(texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"image_processor in {PROCESSOR_FILE} must be a JSON object; restore it")
     image_settings = {key: value for key, value in images.items() if key in _OF_IMAGES}
     _check_type(image_settings.get("image_processor_type"))
-    for key, value in image_settings.items():
-        _check_numbers(key, value)
+    text_settings = {key: value for key, value in text.items() if key in _OF_TEXT}
+    for key, value in (*image_settings.items(), *text_settings.items()):
+        _check_value(key, value)
     return {
-        PROCESSOR_FILE: {key: value for key, value in text.items() if key in _OF_TEXT},
+        PROCESSOR_FILE: text_settings,
         PREPROCESSOR_FILE: image_settings,
     }
 
@@ -230,15 +256,19 @@ def _check_type(name: object) -> None:
         )
 
 
-def _check_numbers(key: str, value: Any) -> None:
-    """Refuse what is deep or large: a picture would be made as large."""
+def _check_value(key: str, value: Any) -> None:
+    """Refuse what is deep or large: a picture, or what stands for it, would be made as large."""
     inside = list(value.values()) if isinstance(value, dict) else value
     for each in inside if isinstance(inside, list) else [inside]:
-        sane = each is None or isinstance(each, bool | str | float)
-        if not sane and not (isinstance(each, int) and 0 <= each <= _MOST_PIXELS):
+        if isinstance(each, str):
+            sane = len(each) <= _MOST_LETTERS and not isinstance(value, dict)
+        else:
+            sane = each is None or (isinstance(each, int | float) and 0 <= each <= _MOST_PIXELS)
+        if not sane:
             raise ConfigError(
-                f"{PREPROCESSOR_FILE} of the model says {key} {str(value)[:60]}; numbers from 0 to "
-                f"{_MOST_PIXELS} are taken: correct it"
+                f"the model's processor says {key} {str(value)[:60]}; numbers from 0 to "
+                f"{_MOST_PIXELS} are taken, and words: correct {PREPROCESSOR_FILE} or "
+                f"{PROCESSOR_FILE}"
             )
 
 

@@ -124,6 +124,18 @@ def test_noise_goes_away_as_it_came() -> None:
         with_noise(nn.Linear(2, 2), 5.0)
 
 
+def test_a_model_of_transformers_without_an_embedding_is_left_alone() -> None:
+    import transformers as hf
+
+    config = hf.ResNetConfig(hidden_sizes=[4, 4], depths=[1, 1], embedding_size=4)
+    model = hf.ResNetForImageClassification(config)
+    with pytest.raises(NotImplementedError):
+        model.get_input_embeddings()
+    assert with_noise(model, 0) is model
+    with pytest.raises(ConfigError, match="Classification does not say which that is; give it"):
+        with_noise(model, 5.0)
+
+
 @pytest.mark.usefixtures("assumed_times")
 def test_trainer_adds_noise_while_it_is_open(tmp_path: Path) -> None:
     data = [{name: value[0] for name, value in tokens().items()} for _ in range(8)]

@@ -91,6 +91,13 @@ def bomb(folder: Path) -> Made:
     return row_about("large.png")
 
 
+def strip(folder: Path) -> Made:
+    from PIL import Image
+
+    Image.new("1", (300_000, 1)).save(folder / "strip.png")
+    return row_about("strip.png")
+
+
 def half(folder: Path) -> Made:
     whole = (folder / "pictures" / "1.png").read_bytes()
     (folder / "half.png").write_bytes(whole[: len(whole) // 2])
@@ -121,6 +128,7 @@ def in_an_answer(_: Path) -> Made:
     ("make", "told"),
     [
         (bomb, "large.png has more than 89478485 pixels"),
+        (strip, "300000 x 1 pixels is too long to have its shorter side resized to 16"),
         (half, "half.png cannot be opened"),
         (script, "script.eps cannot be opened"),
         (asking({"type": "text", "text": "or <image>?"}), "has 1 image, and <image> stands 2"),
@@ -199,6 +207,21 @@ def test_a_template_that_leaves_something_out_is_refused(
             {"image_processor": {"image_processor_type": "CLIPImageProcessor", "size": 1 << 20}},
             "says size 1048576; numbers from 0 to 4096",
         ),
+        *(
+            (
+                {
+                    "image_processor": {
+                        "image_processor_type": "CLIPImageProcessor",
+                        "crop_size": {"height": side, "width": side},
+                    }
+                },
+                "says crop_size .*; numbers from 0 to 4096",
+            )
+            for side in (6e3, "6000", float("nan"))
+        ),
+        ({"num_additional_image_tokens": 5_000_000}, "says num_additional_image_tokens 5000000"),
+        ({"patch_size": -1}, "says patch_size -1"),
+        ({"image_token": "<" + "o" * 1000}, "says image_token <ooo"),
         ({"image_processor": []}, "the model's image_processor_type is 'None'"),
         (None, "the model has no processor"),
     ],
@@ -215,6 +238,20 @@ def test_a_processor_that_cannot_be_is_refused(place: Path, settings: Any, told:
     object.__setattr__(sizes, "files", files)
     with pytest.raises(ConfigError, match=told):
         Processor(sizes, tokenizer.to_json())
+
+
+def test_more_tokens_than_a_row_can_have_are_not_made(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import Image
+
+    sizes, tokenizer = read_config(place / "model"), read_tokenizer(place / "model")
+    processor = Processor(sizes, tokenizer.to_json())
+    picture = Image.new("RGB", (20, 20))
+    assert processor.read("<image>", [picture]).tokens.count(processor.image_number) == FEATURES
+    monkeypatch.setattr("atomtrain.models.processor._MOST_TOKENS", FEATURES - 1)
+    with pytest.raises(DataError, match="images of 16 x 16 pixels have more than 15 patches of 4"):
+        processor.read("<image>", [picture])
 
 
 def test_pillow_is_asked_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

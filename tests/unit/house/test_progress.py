@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -76,6 +77,29 @@ def test_an_error_ends_it(told: queue.Queue[str]) -> None:
         fail()
     *_, last = told.queue
     assert last == ""
+
+
+def test_a_generator_that_an_error_leaves_unfinished_ends_with_the_listener(
+    told: queue.Queue[str],
+) -> None:
+    def rows() -> Iterator[int]:
+        with Progress("reading"):
+            yield 1
+            yield 2
+
+    def fail() -> None:
+        found = rows()
+        for _ in found:
+            wait_for(told, "reading")
+            raise ValueError("no such row")
+
+    with pytest.raises(ValueError, match="no such row") as held, listening(told.put):
+        fail()
+    *_, last = told.queue
+    assert last == ""
+    assert "atom-progress" not in {thread.name for thread in threading.enumerate()}
+    assert not progress._under_way
+    del held  # the generator is closed only now
 
 
 def test_nothing_happens_without_a_listener() -> None:

@@ -84,7 +84,9 @@ def test_experts_that_axolotl_names_are_targets(tmp_path: Path, modules: str, ta
     ("said", "init"),
     [
         ("peft_init_lora_weights: olora", ",init=olora"),
+        ("peft_init_lora_weights: pissa_niter_8", ",init=pissa_niter_8"),
         ("peft_init_lora_weights: true", ""),
+        ("peft_init_lora_weights: false", ""),
         ("pissa_init: true", ",init=pissa_niter_16"),
         ("pissa_init: true\npissa_iter: 4", ",init=pissa_niter_4"),
         ("pissa_init: true\npissa_iter: -1", ",init=pissa"),
@@ -98,6 +100,13 @@ def test_how_adapters_begin_and_noise_on_embeddings(tmp_path: Path, said: str, i
         model="org/model", lora=f"r=8{init}", neftune_noise_alpha=5.0
     )
     assert found.left_out == []
+
+
+def test_a_beginning_that_adapters_do_not_have_is_left_out(tmp_path: Path) -> None:
+    text = "base_model: org/model\nadapter: lora\nlora_r: 8\npeft_init_lora_weights: eva\n"
+    found = imported(written(tmp_path, text))
+    assert TrainOptions(**found.values) == TrainOptions(model="org/model", lora="r=8")
+    assert found.left_out == ["peft_init_lora_weights: 'eva' has no counterpart"]
 
 
 def test_axolotl(tmp_path: Path) -> None:

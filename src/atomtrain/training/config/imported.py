@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atomtrain.errors import ConfigError
-from atomtrain.models.lora_config import PISSA
+from atomtrain.models.lora_config import OLORA, PISSA, rounds_of
 from atomtrain.training.config.imported_data import HANDLED, data_of
 from atomtrain.training.config.other_names import KINDS, translated
 from atomtrain.training.config.recipe import OBJECTIVES, PREFERENCES
@@ -174,7 +174,7 @@ def _adapters(said: Mapping[str, Any], left_out: list[str]) -> dict[str, str]:
         parts.append("dora=true")
     if said.get("use_rslora") or said.get("peft_use_rslora"):
         parts.append("rslora=true")
-    if init := _init_of(said):
+    if init := _init_of(said, left_out):
         parts.append(f"init={init}")
     bits = said.get("quantization_bit") or (8 if said.get("load_in_8bit") else None)
     if said.get("load_in_4bit") or (kind == "qlora" and bits is None):
@@ -188,13 +188,18 @@ def _adapters(said: Mapping[str, Any], left_out: list[str]) -> dict[str, str]:
     return {"lora": ",".join(parts) or "r=8"}
 
 
-def _init_of(said: Mapping[str, Any]) -> str | None:
+def _init_of(said: Mapping[str, Any], left_out: list[str]) -> str | None:
     """Return how adapters begin, if not at nothing: in axolotl's words, or in LLaMA-Factory's."""
     if said.get("pissa_init"):
         rounds = said.get("pissa_iter", _PISSA_ROUNDS)
         return PISSA if rounds == _PISSA_EXACT else f"{PISSA}_niter_{rounds}"
-    asked = said.get("peft_init_lora_weights")
-    return None if asked in (None, True, "gaussian") else str(asked)
+    asked = said.get("peft_init_lora_weights") or True  # axolotl passes over false
+    if asked in (True, "gaussian"):
+        return None
+    if asked not in (PISSA, OLORA) and rounds_of(str(asked)) is None:
+        left_out.append(f"peft_init_lora_weights: {asked!r} has no counterpart")
+        return None
+    return str(asked)
 
 
 def _objective(said: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
