@@ -84,6 +84,25 @@ def read_events(path: Path) -> Iterator[Event]:
                 yield event
 
 
+def is_deep(value: Any, levels: int = 16) -> bool:
+    """Return whether JSON values lie deeper in each other than anything that ATOM writes.
+
+    Whoever walks through such values by recursion could not, though a parser could.
+    """
+    within = [value]
+    for _ in range(levels):
+        within = [
+            inner
+            for outer in within
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if inner.__class__ in (dict, list)
+        ]
+        if not within:
+            return False
+    return True
+
+
 def _parsed(line: bytes) -> Event | None:
     try:
         event = json.loads(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -265,3 +266,28 @@ def test_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch, device: 
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match="there is no no-such-compiler; install it"):
         opened(gpt(), token_batches(1)[0][0], device)
+
+
+def test_a_compiler_that_fails_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(*_: Any) -> Any:
+        raise RuntimeError("no Python.h\nand much more")
+
+    use_backend(monkeypatch, backend)
+    with pytest.raises(
+        ConfigError, match=r"cannot be compiled: .*no Python\.h; .*leave compile"
+    ) as e:
+        opened(gpt(), token_batches(1)[0][0], "cpu")
+    assert "\n" not in str(e.value)
+
+
+def test_measuring_writes_nothing_to_the_terminal() -> None:
+    code = (
+        "import torch; from atomtrain.engine.calibration.compiled_costs import _growth_bytes; "
+        "from types import SimpleNamespace as S; "
+        "device = S(torch_device=torch.device('cpu')); "
+        "print(_growth_bytes(device, lambda: torch.ones(1024)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == ("4096\n", "")

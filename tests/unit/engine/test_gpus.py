@@ -198,6 +198,7 @@ def test_amds_gpus_are_in_the_catalogue(name: str, entry: str) -> None:
         ("gfx1100", True),
         ("gfx906:sramecc+:xnack-", False),
         ("gfx1030", False),
+        ("gfx90c:xnack-", False),
     ],
 )
 def test_which_of_amds_gpus_multiply_bfloat16(

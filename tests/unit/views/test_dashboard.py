@@ -8,6 +8,7 @@ import json
 import math
 import os
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -321,3 +322,119 @@ def test_a_view_that_lags_behind_is_ended() -> None:
         return len([text async for text in stream])
 
     assert asyncio.run(lag()) == 0
+
+
+def test_a_view_that_reads_no_more_still_counts() -> None:
+    from atomtrain.views.dashboard import server
+
+    async def views() -> list[int]:
+        hub = server.Hub(Fixed())
+        stream = hub.stream()
+        await anext(stream)
+        for _ in range(server._MOST_WAITING + 1):
+            hub._tell(Message("events", {}))
+        found = [hub.views]
+        await stream.aclose()
+        return [*found, hub.views]
+
+    assert asyncio.run(views()) == [1, 0]
+
+
+def test_what_views_begin_with_is_made_once_until_there_is_news() -> None:
+    from atomtrain.views.dashboard.server import Hub
+
+    class Counting(Fixed):
+        made = 0
+
+        def poll(self) -> list[Message]:
+            return super().poll() if self.polls < 1 else []
+
+        def snapshot(self) -> list[Message]:
+            self.made += 1
+            return super().snapshot()
+
+    async def made() -> int:
+        hub = Hub(source)
+        for _ in range(3):
+            await anext(hub.stream())
+        polling = asyncio.create_task(hub.run())
+        while source.polls < 1:
+            await asyncio.sleep(0)
+        for _ in range(3):
+            await anext(hub.stream())
+        polling.cancel()
+        return source.made
+
+    source = Counting()
+    assert asyncio.run(made()) == 2
+
+
+def test_a_source_that_fails_is_told_of_and_polled_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from atomtrain.views.dashboard import server
+
+    class Failing(Fixed):
+        def poll(self) -> list[Message]:
+            if self.polls < 2:
+                self.polls += 1
+                raise ValueError("a strange file")
+            return super().poll()
+
+    async def first_news() -> str:
+        hub = server.Hub(Failing())
+        polling = asyncio.create_task(hub.run())
+        got = [text async for text in until(hub)]
+        polling.cancel()
+        return got[-1]
+
+    async def until(hub: server.Hub) -> AsyncIterator[str]:
+        async for text in hub.stream():
+            yield text
+            if '"step":' in text:
+                return
+
+    monkeypatch.setattr(server, "_POLL_S", 0.0)
+    assert asyncio.run(first_news()).startswith("event: events")
+    assert caplog.messages == [
+        "the page lacks something that is new: ValueError: a strange file"
+    ], "once"
+
+
+DEEP = "[" * 900 + "]" * 900
+HOSTILE = (DEEP, "[]", "{}", "1e999", "NaN", "9" * 4299, "true", '"\\ud800"', "[null, 5]")
+
+
+@pytest.mark.parametrize("public", [False, True])
+@pytest.mark.parametrize("kind", ["run_started", "step", "round", "sample", "run_finished"])
+def test_no_value_in_a_runs_files_stops_the_page(tmp_path: Path, kind: str, public: bool) -> None:
+    from atomtrain.views.dashboard.public import PublicSource
+    from atomtrain.views.dashboard.server import _sent
+
+    fields = (
+        "time_s", "step", "loss", "round", "fragment", "peer_ids", "members", "weights", "model",
+        "reason", "prompt", "text",
+    )  # fmt: skip
+    plain = {"event": json.dumps(kind), "round": "1", "peer_ids": '["a"]', "members": '["A"]'}
+    lines = [
+        ",".join(f"{json.dumps(k)}: {v}" for k, v in {**plain, field: value}.items())
+        for field in fields
+        for value in HOSTILE
+    ]
+    text = "".join(f"{{{line}}}\n" for line in lines)
+    (tmp_path / "events.jsonl").write_text(text + '{"event": "sample", "text": "the last"}\n')
+    (tmp_path / "swarm.json").write_text(f'{{"time_s": 1, "peers": [{{"peer_id": {DEEP}}}]}}')
+    source = FolderSource(tmp_path)
+    shown = PublicSource(source) if public else source
+    sent = "".join(map(_sent, [*shown.poll(), *shown.snapshot()]))
+    assert "the last" in sent
+
+
+def test_tokens_that_nobody_can_have_given_do_not_count() -> None:
+    from atomtrain.views.dashboard.public import Leaders
+
+    leaders = Leaders()
+    for number in range(2):
+        told = {"peer_ids": ["a"], "members": ["A"], "weights": [10**4299 if number else 5]}
+        leaders.count({"event": "round", "round": number, **told})
+    assert [row["accepted_tokens"] for row in leaders.rows()] == [5]

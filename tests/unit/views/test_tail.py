@@ -75,3 +75,25 @@ def test_garbage_is_skipped_never_an_error(
     tail = EventTail(path)
     assert tail.read()[-1]["event"] == "step"
     assert tail.skipped >= 1
+
+
+def test_a_line_without_an_end_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atomtrain.views.runs.files._MOST_LINE_BYTES", 100)
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "step", "x": "' + "a" * 1000 + '"}\n{"event": "next"}\n')
+    tail = EventTail(path)
+    found = []
+    for _ in range(30):
+        found += tail.read(50)
+        assert len(tail._rest) <= 150
+    assert [event["event"] for event in found] == ["next"]
+    assert tail.skipped == 1
+
+
+def test_an_event_nested_deeper_than_any_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    deep = "[" * 20 + "]" * 20
+    path.write_text(f'{{"event": "a", "x": {deep}}}\n{{"event": "b", "x": [[[{{"y": [1]}}]]]}}\n')
+    tail = EventTail(path)
+    assert [event["event"] for event in tail.read()] == ["b"]
+    assert tail.skipped == 1

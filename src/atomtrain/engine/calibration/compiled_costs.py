@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -197,6 +198,8 @@ def _growth_bytes(device: Device, work: Callable[[], object]) -> int:
 
 def _growth_of_host_bytes(work: Callable[[], object]) -> int:
     """The same where the processor computes: its allocator tells the profiler."""
+    # Else the profiler's library writes to the terminal when it begins and ends.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:

@@ -21,7 +21,9 @@ AMD_DRIVER = Path("/dev/kfd")
 """There where AMD's driver offers a GPU for computing."""
 _TENSOR_CAPABILITY = (8, 0)
 """From here on NVIDIA's GPUs multiply bfloat16 and TF32 in hardware (Ampere, 2020)."""
-_WITHOUT_BFLOAT16 = ("gfx8", "gfx900", "gfx906", "gfx10")
+_WITHOUT_BFLOAT16 = (
+    "gfx8", "gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c", "gfx10",
+)  # fmt: skip
 """AMD's architectures that only emulate it: before CDNA, and RDNA before its third generation."""
 _EMULATED = "Without a GPU use --device emulated:4GiB/s"
 _FREE_SHARE = 0.9

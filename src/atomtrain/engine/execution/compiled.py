@@ -35,7 +35,7 @@ from atomtrain.engine.devices.gpus import capability
 from atomtrain.engine.execution.boundary_activations import leaf_of
 from atomtrain.engine.execution.compiled_memory import Inside, active_tracker, run_counted
 from atomtrain.engine.execution.saved_script import in_other_mode
-from atomtrain.errors import ConfigError
+from atomtrain.errors import ConfigError, reason_of
 from atomtrain.files import default_cache
 
 TRACING = threading.Lock()
@@ -184,7 +184,15 @@ def _template(layer: Layer, backend: str) -> Template:
             # Backward too: later the optimizer runs beside it, and on a GPU another thread.
             with TRACING, torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
                 known[key] = torch.compile(_copy_of(run), backend=backend, dynamic=False)
-                return known[key](tensors, values)
+                try:
+                    return known[key](tensors, values)
+                except torch._dynamo.exc.TorchDynamoException as error:
+                    why = reason_of(getattr(error, "inner_exception", error))
+                    raise ConfigError(
+                        f"layer {layer.name!r} cannot be compiled: {why}; a compiler and Python's "
+                        "headers must be there (apt-get install g++ python3-dev), or leave compile "
+                        "out"
+                    ) from error
 
     return template
 

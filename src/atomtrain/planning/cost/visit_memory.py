@@ -175,8 +175,9 @@ class Workspaces:
 
     def shared_bytes(self, start: int, stop: int) -> int:
         """Return the most that the gradients of weights that several layers share take."""
-        weights = self._shared_within(start, stop)
-        return max((_held_at(index, weights) for index in range(start, stop)), default=0)
+        if not (weights := self._shared_within(start, stop)):
+            return 0
+        return max(_held_at(index, weights) for index in range(start, stop))
 
     def _shared_within(self, start: int, stop: int) -> list[tuple[list[int], int]]:
         """Return users and bytes of each weight that several of these layers share."""

@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from atomtrain.events import is_deep
 from atomtrain.swarm.codecs.slices import slices_per_member
 from atomtrain.swarm.membership.config import PROTOCOL, SwarmConfig, admission_of
 from atomtrain.swarm.membership.routes import pass_through
@@ -101,8 +102,8 @@ async def receive_status(channel: Channel, within_s: float) -> dict[str, Any]:
         status = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise BadMessage(f"the status is not JSON: {error}") from error
-    if not isinstance(status, dict):
-        raise BadMessage("the status is not an object")
+    if not isinstance(status, dict) or is_deep(status):
+        raise BadMessage("the status is not an object, or is nested too deep")
     return status
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from pathlib import PurePath
+from pathlib import PureWindowsPath
 from typing import Any
 
 from atomtrain.views.dashboard.source import Message, Source
@@ -22,6 +22,8 @@ _MOST_LEADERS = 1000
 _MOST_LETTERS = 2000
 _NAME_LETTERS = 60
 _ROUNDS_REMEMBERED = 4096
+_MOST_TOKENS = 1 << 53
+"""Of a peer in a round: more is a lie."""
 
 
 class PublicSource:
@@ -94,7 +96,7 @@ class Leaders:
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, Any]] = {}
-        self._seen: dict[tuple[Any, ...], None] = {}
+        self._seen: dict[tuple[str, ...], None] = {}
         """Rounds that were counted, the last one last: every member tells of its own."""
 
     def hear(self, rows: Any) -> None:
@@ -112,7 +114,7 @@ class Leaders:
         ids, names, weights = (event.get(key) for key in ("peer_ids", "members", "weights"))
         if not isinstance(ids, list) or not isinstance(names, list) or len(ids) != len(names):
             return
-        key = (event.get("round"), event.get("fragment"), *map(str, ids))
+        key = tuple(map(str, (event.get("round"), event.get("fragment"), *ids)))
         if key in self._seen or not ids:
             return
         self._seen[key] = None
@@ -123,7 +125,7 @@ class Leaders:
         for peer_id, name, weight in zip(ids, names, weights, strict=True):
             row = self._of(peer_id, name)
             row["rounds"] += 1
-            if isinstance(weight, int) and weight >= 0:
+            if isinstance(weight, int) and 0 <= weight < _MOST_TOKENS:
                 row["accepted_tokens"] = (row["accepted_tokens"] or 0) + weight
 
     def rows(self) -> list[dict[str, Any]]:
@@ -147,7 +149,7 @@ def _public_about(event: Mapping[str, Any]) -> dict[str, Any]:
     told = dict(event)
     if event["event"] == "run_started":
         # A model may have been named by its folder.
-        model = PurePath(str(event.get("model", ""))).name[:_NAME_LETTERS]
+        model = PureWindowsPath(str(event.get("model", ""))).name[:_NAME_LETTERS]  # both slashes
         return {"model": printable(model), "parameters": number(told, "parameters"), "ended": None}
     if event["event"] == "step":
         fields = ("step", "steps", "tokens_total", "loss", "time_s")

@@ -157,7 +157,7 @@ class SwarmSource:
                         "peer_ids": [str(member) for member in members],
                     }
                     found.append(self._rounds[key])
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             return found  # a status of another version: its rounds are not shown
         while len(self._rounds) > 200:
             del self._rounds[next(iter(self._rounds))]

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ _MOST_WAITING = 256
 """Messages that a view may lag behind; then its stream ends, and it begins anew."""
 _MOST_VIEWS = 500
 """That follow at a time; each holds a connection and a queue."""
+_logger = logging.getLogger(__name__)
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -46,57 +48,76 @@ class Hub:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._views: set[asyncio.Queue[Message | None]] = set()
+        self._queues: set[asyncio.Queue[str | None]] = set()
         self._lock = asyncio.Lock()
+        self._first: list[str] | None = None
+        """What views begin with, made once for all that come before there is news."""
+        self.views = 0
+        """How many streams are open, those that lag behind and read no more included."""
 
     async def run(self) -> None:
-        """Poll until cancelled."""
+        """Poll until cancelled. What cannot be shown is said on the terminal, once each."""
+        said = set[str]()
         while True:
             async with self._lock:
-                for message in await asyncio.to_thread(self._source.poll):
-                    self._tell(message)
+                try:
+                    messages = await asyncio.to_thread(self._source.poll)
+                    if messages:
+                        self._first = None
+                    for message in messages:
+                        self._tell(message)
+                except Exception as error:  # noqa: BLE001 - the task's edge: nobody would hear of it
+                    self._first = None
+                    if (what := f"{type(error).__name__}: {error}") not in said:
+                        said.add(what)
+                        _logger.warning("the page lacks something that is new: %s", what)
             await asyncio.sleep(_POLL_S)
 
     async def stream(self) -> AsyncIterator[str]:
         """Yield server-sent events for one view: all that is known, then what is new."""
-        queue: asyncio.Queue[Message | None] = asyncio.Queue(_MOST_WAITING)
-        async with self._lock:  # nothing is missed or told twice in between
-            first = self._source.snapshot()
-            self._views.add(queue)
+        queue: asyncio.Queue[str | None] = asyncio.Queue(_MOST_WAITING)
+        self.views += 1
         try:
-            yield _sent(Message("start", {"title": self._source.title}))
-            for message in first:
-                yield _sent(message)
-            yield _sent(Message("ready", {}))
+            async with self._lock:  # nothing is missed or told twice in between
+                if self._first is None:
+                    self._first = await asyncio.to_thread(self._beginning)
+                first = self._first
+                self._queues.add(queue)
+            for text in first:
+                yield text
+            del first
             while True:
                 try:
                     async with asyncio.timeout(_ALIVE_S):
-                        next_message = await queue.get()
+                        news = await queue.get()
                 except TimeoutError:
                     yield ": alive\n\n"
                     continue
-                if next_message is None:
+                if news is None:
                     return
-                yield _sent(next_message)
+                yield news
         finally:
-            self._views.discard(queue)
+            self.views -= 1
+            self._queues.discard(queue)
 
-    @property
-    def views(self) -> int:
-        """How many follow now."""
-        return len(self._views)
+    def _beginning(self) -> list[str]:
+        start = Message("start", {"title": self._source.title})
+        return [_sent(one) for one in (start, *self._source.snapshot(), Message("ready", {}))]
 
     def close(self) -> None:
         """End all streams."""
-        for queue in self._views:
+        for queue in self._queues:
             _end(queue)
 
     def _tell(self, message: Message) -> None:
-        for queue in list(self._views):
+        if not self._queues:
+            return
+        text = _sent(message)  # once for all
+        for queue in list(self._queues):
             try:
-                queue.put_nowait(message)
+                queue.put_nowait(text)
             except asyncio.QueueFull:
-                self._views.discard(queue)
+                self._queues.discard(queue)
                 _end(queue)
 
 
@@ -213,7 +234,7 @@ def _sent(message: Message) -> str:
     return f"event: {message.kind}\ndata: {body}\n\n"
 
 
-def _end(queue: asyncio.Queue[Message | None]) -> None:
+def _end(queue: asyncio.Queue[str | None]) -> None:
     while not queue.empty():
         queue.get_nowait()
     queue.put_nowait(None)

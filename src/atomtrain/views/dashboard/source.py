@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from atomtrain.errors import ConfigError
-from atomtrain.events import Event, is_abandoned
+from atomtrain.events import Event, is_abandoned, is_deep
 from atomtrain.views.dashboard.history import PeerHistory
 from atomtrain.views.runs.files import EVENTS_FILE, SWARM_FILE, EventTail
 
@@ -145,7 +145,7 @@ class FolderSource:
             told = _Told(table["peers"], float(table["time_s"]), name)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return
-        if not isinstance(told.rows, list):
+        if not isinstance(told.rows, list) or is_deep(told.rows):
             return
         told = told._replace(rows=[row for row in told.rows if isinstance(row, dict)])
         for row in told.rows:

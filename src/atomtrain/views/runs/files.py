@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from atomtrain.events import Event
+from atomtrain.events import Event, is_deep
 
 EVENTS_FILE = "events.jsonl"
 """Everything that happened."""
@@ -15,12 +15,17 @@ PICTURE_FILE = "loss.png"
 RECIPE_FILE = "recipe.yaml"
 """The options that the peer was last started with."""
 
+_MOST_LINE_BYTES = 64 << 20
+_NO_EVENT = b"["
+"""Stands for the beginning of a line that is too long: however it ends, it is not an object."""
+
 
 class EventTail:
     """Reads the events that were added to a file since the last call.
 
     A peer that is killed can leave half a line behind, and the same peer, started again, appends
-    to it. Lines that are no events are therefore counted in `skipped`, never an error.
+    to it. Lines that are no events are therefore counted in `skipped`, never an error. Nor may what
+    others have written stop who reads it: no line is longer, and no event deeper, than ATOM's own.
     """
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
@@ -45,6 +50,8 @@ class EventTail:
             return []
         self._offset_bytes += len(added)
         *lines, self._rest = (self._rest + added).split(b"\n")
+        if len(self._rest) > _MOST_LINE_BYTES:
+            self._rest = _NO_EVENT
         return [event for line in lines if (event := self._parse(line)) is not None]
 
     def _parse(self, line: bytes) -> Event | None:
@@ -53,7 +60,7 @@ class EventTail:
         except (ValueError, RecursionError):
             self.skipped += 1
             return None
-        if isinstance(event, dict) and isinstance(event.get("event"), str):
+        if isinstance(event, dict) and isinstance(event.get("event"), str) and not is_deep(event):
             return event
         self.skipped += 1
         return None
