@@ -12,6 +12,7 @@ from tests.support.swarm_configs import swarm_config
 from tests.support.swarm_processes import PeerProcess, wait_averaged, wait_same_anchors
 
 _LARGE = {"elements": [4_000_000], "step_s": 0.05, "local_steps": 1, "transport": "gloo"}
+_OVER_GLOO: dict[str, Any] = {"transport": "gloo", "wire": "float32"}
 
 
 def test_members_die_and_join_and_anchors_stay_equal(peers: list[PeerProcess]) -> None:
@@ -46,13 +47,16 @@ def test_members_die_and_join_and_anchors_stay_equal(peers: list[PeerProcess]) -
         ({"transport": "glo"}, "Did you mean 'gloo'"),
         ({"transport": "gloo", "wire": "int4"}, "plain means of float32, not int4"),
         ({"transport": "gloo", "wire": "float32", "mean": "clipped"}, "not clipped ones"),
-        ({"transport": "gloo", "wire": "float32"}, "--run-key FILE or --allow FILE"),
+        (_OVER_GLOO, "--run-key FILE or --allow FILE"),
+        (
+            {**_OVER_GLOO, "listen_host": "127.0.0.1", "announce_host": "192.0.2.1"},
+            "--run-key FILE or --allow FILE",
+        ),
     ],
 )
 def test_what_gloo_cannot_do_is_told(wrong: dict[str, Any], says: str) -> None:
-    over_gloo: dict[str, Any] = {"transport": "gloo", "wire": "float32"}
-    swarm_config(run="r", **over_gloo, listen_host="127.0.0.1")
-    swarm_config(run="r", **over_gloo, key_path=Path("key"))
-    swarm_config(run="r", **over_gloo, allow_path=Path("ids"))
+    swarm_config(run="r", **_OVER_GLOO, listen_host="127.0.0.1")
+    swarm_config(run="r", **_OVER_GLOO, key_path=Path("key"))
+    swarm_config(run="r", **_OVER_GLOO, allow_path=Path("ids"))
     with pytest.raises(ConfigError, match=says):
         swarm_config(run="r", **wrong)

@@ -137,18 +137,31 @@ class Certified:
     def _counts(self, c: Certificate, claimant: str, links: int) -> bool:
         if not complete(c) or self._jumps(c):
             return False
-        others = signers(c) - {claimant}
-        if any(p == self._me or self._standing.knows(p) for p in others):
+        if self._known_signed(c, claimant):
             return True
-        before = self.of(c.fragment, c.parent)
+        before, others = self.of(c.fragment, c.parent), signers(c) - {claimant}
         if before is None or links == 1 or others.isdisjoint(signers(before)):
             return False
-        return self._counts(before, claimant, links - 1)
+        return _follows(before, c) and self._counts(before, claimant, links - 1)
+
+    def _known_signed(self, c: Certificate, claimant: str = "") -> bool:
+        """Say whether somebody signed it whom this peer knows, other than who claims it."""
+        return any(p == self._me or self._standing.knows(p) for p in signers(c) - {claimant})
 
     def _jumps(self, c: Certificate) -> bool:
-        """Say whether what is known of the anchor before shows that no round can have made it."""
+        """Say whether what is known of the anchor before shows that no round can have made it.
+
+        Not what strangers tell of that: they could keep out whatever comes after it.
+        """
         before = self.of(c.fragment, c.parent)
-        return before is not None and (c.version != before.version + 1 or c.tokens < before.tokens)
+        if before is None or _follows(before, c):
+            return False
+        own = before.digest in self._own.get(c.fragment, {})
+        return own or (complete(before) and self._known_signed(before))
+
+
+def _follows(before: Certificate, c: Certificate) -> bool:
+    return c.version == before.version + 1 and c.tokens >= before.tokens
 
 
 def _keep(where: dict[int, dict[str, Certificate]], c: Certificate) -> None:

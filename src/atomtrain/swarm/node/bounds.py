@@ -10,7 +10,6 @@ from atomtrain.swarm.transport.buckets import (
     CALLS,
     PINGS,
     PROBES,
-    QUESTIONS,
     STREAMS,
     Buckets,
     allowances,
@@ -19,10 +18,6 @@ from atomtrain.swarm.transport.messages import (
     Accuse,
     AskAnchor,
     AskDial,
-    AskKnown,
-    AskManifest,
-    AskStatus,
-    HoldOn,
     Message,
     Ping,
     RelayTo,
@@ -31,10 +26,10 @@ from atomtrain.swarm.transport.messages import (
 from atomtrain.swarm.transport.transport import Channel
 
 _KINDS: dict[type[Message], str] = {
-    AskAnchor: ANCHORS, AskKnown: QUESTIONS, AskManifest: QUESTIONS, AskStatus: QUESTIONS,
-    HoldOn: QUESTIONS, Ping: PINGS, AskDial: PROBES, Accuse: ACCUSATIONS, RelayTo: CALLS,
+    AskAnchor: ANCHORS, Ping: PINGS, AskDial: PROBES, Accuse: ACCUSATIONS, RelayTo: CALLS,
     TakeCall: CALLS,
 }  # fmt: skip
+"""All others count as the streams that they come on."""
 REFUSAL = "it was asked for that too often; try again in a minute"
 
 

@@ -7,9 +7,9 @@ identities on one machine do not help. Who is passed on by a relay has the relay
 What an honest peer asks of one other at most, in a swarm of 64 with F fragments and a round every
 2 s: at once, when it comes or comes back, and then in each second.
 
-    streams      2 F + 40, then 2    what follows, a proposal a round, and a refused one a second
+    streams      2 F + 40, then 2    what follows, a proposal a round, and a refused one a second;
+                                     or how a newcomer makes sure of each fragment
     anchors      2 F, then 0.5       all when it comes, each cut off once; later one a round
-    questions    2 F + 8, then 0     how a newcomer makes sure of each fragment
     pings        30, then 0          a look from outside
     probes       2, then 0.1         silence is asked about again after 10 s
     accusations  21, then 0          one for each liar; they are less than a third
@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 _log = logging.getLogger("atomtrain.swarm")
-STREAMS, ANCHORS, QUESTIONS, PINGS = "streams", "anchors", "questions", "pings"
+STREAMS, ANCHORS, PINGS = "streams", "anchors", "pings"
 PROBES, ACCUSATIONS, CALLS, RECORDS = "probes", "accusations", "calls", "records"
 NEW_BYTES = "bytes of new records"
 HOST_TIMES = 16
@@ -59,11 +59,10 @@ class Allowance(NamedTuple):
 
 def allowances(fragments: int) -> dict[str, Allowance]:
     """Return what a peer of a run with so many fragments may ask another one for."""
-    anchors, questions = 64.0 + 8 * fragments, 320.0 + 8 * fragments
+    anchors = 64.0 + 8 * fragments
     return {
-        STREAMS: Allowance(questions, 8.0),
+        STREAMS: Allowance(320.0 + 8 * fragments, 8.0),
         ANCHORS: Allowance(anchors, anchors / 30),
-        QUESTIONS: Allowance(questions, questions / 30),
         PINGS: Allowance(96.0, 1.0),
         PROBES: Allowance(8.0, 0.4),
         ACCUSATIONS: Allowance(96.0, 0.2),

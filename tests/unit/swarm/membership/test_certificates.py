@@ -259,6 +259,25 @@ def test_a_jump_is_refused() -> None:
     assert not certified.shows(B.peer_id, 0, Stamp(7, 430, "07" * 16))
 
 
+def test_a_stranger_that_tells_of_the_anchor_before_keeps_nothing_out() -> None:
+    made_up = certificate(Stamp(99, 10**6, link(1, [A]).digest), [L, M], [L, M])
+    good = link(2, [A, B])
+    for first, then in ((made_up, good), (good, made_up)):
+        certified = book(A)
+        certified.add(first)
+        certified.add(then)
+        assert certified.shows(B.peer_id, 0, stamp_of(good))
+
+
+def test_no_chain_jumps() -> None:
+    far = certificate(Stamp(9, 500, "07" * 16), [C, M], [C, M], stamp_of(link(2, [B, C])))
+    certified = book(A)
+    for c in (link(1, [A, B]), link(2, [B, C]), far):
+        certified.add(c)
+    assert certified.shows(M.peer_id, 0, stamp_of(link(2, [B, C])))
+    assert not certified.shows(M.peer_id, 0, stamp_of(far))
+
+
 def test_trust_passes_along_a_chain_from_who_is_known_to_who_was_in_a_round_with_it() -> None:
     """So a half whose members are all new to this peer counts, as far as they came in honestly."""
     chain = [link(1, [A, B]), link(2, [B, C]), link(3, [C, M])]
