@@ -6,7 +6,8 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from atomtrain.optimizers import AdamW
 from atomtrain.progress import Progress
 from atomtrain.training.setup.loading import Weights
 from atomtrain.training.setup.objective import NextToken
+from atomtrain.training.setup.references import _key
 from tests.support.hugging_face_models import (
     MIXTURES,
     UNTIED,
@@ -207,6 +209,19 @@ def test_a_matrix_that_is_not_of_numbers_is_refused(init: str) -> None:
     weight[3, 4] = torch.nan
     with pytest.raises(DataError, match=rf"of \[8, 8\] has values .* init={init} finds no main"):
         begin(weight, LoraConfig(r=2, init=init), "")
+
+
+def test_what_a_model_is_compared_with_is_of_one_beginning() -> None:
+    def key(lora: str, seed: int = 0) -> str:
+        recipe: Any = SimpleNamespace(
+            context=8, model="m", precision="fp32", seed=seed, lora=parse_lora(lora)
+        )
+        return _key(cast(Any, SimpleNamespace(sha256="rows")), recipe)
+
+    assert key("r=2", 1) == key("r=4")
+    keys = [key(f"r={r},bits=4,init={init}") for r in (2, 4) for init in ("olora", "pissa")]
+    keys += [key("r=2,bits=4,init=pissa", 1), key("r=2,bits=4")]
+    assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.usefixtures("assumed_times")
