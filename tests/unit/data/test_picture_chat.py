@@ -196,6 +196,21 @@ def test_a_template_that_leaves_something_out_is_refused(
         encoder.encode(row)
 
 
+def test_the_template_of_an_older_processor_is_taken(place: Path, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    shutil.copytree(place / "model", tmp_path / "old")
+    template = tmp_path / "old" / "chat_template.jinja"
+    expected = template.read_text()
+    (tmp_path / "old" / "chat_template.json").write_text(json.dumps({"chat_template": expected}))
+    template.unlink()
+    file = tmp_path / "old" / "tokenizer_config.json"  # its template is of texts
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": "{{ 'no' }}"}))
+    assert ChatTemplate(read_config(tmp_path / "old").files).text == expected
+    assert hf.AutoProcessor.from_pretrained(tmp_path / "old").chat_template == expected
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
