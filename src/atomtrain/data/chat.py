@@ -25,6 +25,7 @@ from atomtrain.data.rows import Row
 from atomtrain.data.tokenizer import Tokenizer
 from atomtrain.errors import DataError
 
+_LEGACY_FILE = "chat_template.json"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -66,14 +67,17 @@ class ChatTemplate:
     """Renders messages as the model was taught to read them."""
 
     def __init__(self, files: Mapping[str, str]) -> None:
-        """Find the template in `chat_template.jinja` or `tokenizer_config.json`, by content."""
-        try:
-            config = json.loads(files.get("tokenizer_config.json", "{}"))
-        except (ValueError, RecursionError):
-            config = {}
-        if not isinstance(config, dict):
-            config = {}
-        found = files.get("chat_template.jinja") or config.get("chat_template")
+        """Find the template by content: in `chat_template.jinja`, in `chat_template.json` as older
+        processors keep it, or in `tokenizer_config.json`.
+        """
+        config, of_processor = (
+            _object(files.get(name, "{}")) for name in ("tokenizer_config.json", _LEGACY_FILE)
+        )
+        found = (
+            files.get("chat_template.jinja")
+            or of_processor.get("chat_template")
+            or config.get("chat_template")
+        )
         if isinstance(found, list):  # several by name
             named = [each for each in found if isinstance(each, dict)]
             found = next((t.get("template") for t in named if t.get("name") == "default"), None)
@@ -226,6 +230,15 @@ def _has_powers(template: str) -> bool:
     from jinja2 import Environment
 
     return any(sign == "**" for _, kind, sign in Environment().lex(template) if kind == "operator")
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Return a JSON object, an empty one of what is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _content(token: Any) -> str | None:

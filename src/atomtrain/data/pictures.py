@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 _MOST_BYTES = 256 << 20
+_MOST_LETTERS = 200
+"""Of a name in messages."""
 
 
 class Picture(NamedTuple):
@@ -54,8 +56,13 @@ def find_picture(name: str, folder: Path | None) -> Path:
             "there or below, and name it from there"
         )
     path = folder / name
-    if not path.is_file():
-        raise DataError(f"there is no image {path}; restore it, or take the row out")
+    try:
+        found = path.is_file()
+    except OSError:  # no file can be called so: it is too long, such as an image in base64
+        found = False
+    if not found:
+        shown = folder / name[:_MOST_LETTERS]
+        raise DataError(f"there is no image {shown}; restore it, or take the row out")
     return path
 
 
@@ -99,18 +106,19 @@ def _opened(content: bytes, path: Path) -> Image:
     """Return the picture as transformers opens it: turned as it was taken, in RGB."""
     from PIL import Image, ImageOps
 
+    stream = io.BytesIO(content)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(content), formats=_FORMATS) as found:
+            with Image.open(stream, formats=_FORMATS) as found:
                 return ImageOps.exif_transpose(found).convert("RGB")
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise DataError(
             f"the image {path} has more than {Image.MAX_IMAGE_PIXELS} pixels; make it smaller"
         ) from error
     except Exception as error:  # whatever a format's reader raises
-        reason = " ".join(str(error).replace(repr(content), "").split())[:120]
+        reason = " ".join(str(error).replace(repr(stream), "").split())[:120]
         raise DataError(
             f"the image {path} cannot be opened ({reason}); give it as one of {', '.join(_FORMATS)}"
         ) from error

@@ -46,6 +46,7 @@ CARRIED_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
     PROCESSOR_FILE,
     PREPROCESSOR_FILE,
 )

@@ -21,8 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atomtrain.errors import ConfigError
+from atomtrain.errors import ConfigError, DataError
 from atomtrain.models.lora_config import OLORA, PISSA, LoraConfig, rounds_of
+from atomtrain.models.weights.files import is_finite
 
 _LEAST_GAP = 1e-11
 """Between the squares of two singular values, as a share of the largest: closer ones cannot be told
@@ -52,7 +53,13 @@ def begin(weight: Tensor, config: LoraConfig, seed: str) -> Begun:
 
     Raises:
         ConfigError: what it would begin with is not unique.
+        DataError: the matrix has values that are not numbers.
     """
+    if not is_finite(weight):
+        raise DataError(
+            f"a matrix of {list(weight.shape)} has values that are not numbers (NaN or infinite), "
+            f"of which --lora init={config.init} finds no main part; restore the model's weights"
+        )
     wide = weight.double()
     b, a = _main_part(wide, config, seed)
     root = math.sqrt(config.scale)

@@ -150,11 +150,10 @@ def _layers_below_top(model: nn.Module) -> dict[int, int]:
         )
     path, layers = max(lists.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
     top = len(list(layers.children())) + 1
-    inside = {
-        id(parameter): top - 1 - index
-        for index, layer in enumerate(layers.children())
-        for parameter in layer.parameters()
-    }
+    inside: dict[int, int] = {}
+    for index, layer in enumerate(layers.children()):
+        for parameter in layer.parameters():
+            inside.setdefault(id(parameter), top - 1 - index)
     below, passed = {}, False
     for name, parameter in model.named_parameters():
         in_list = name.startswith(f"{path}." if path else "")

@@ -65,6 +65,9 @@ def test_the_largest_list_of_layers_counts_and_lists_inside_do_not() -> None:
     assert (found["layers.1.experts.0.weight"], found["head.bias"]) == (DECAY, 1)
     whole = factors(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)))
     assert (whole["0.weight"], whole["2.bias"]) == (DECAY**3, DECAY)
+    shared = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    shared[2].weight = shared[0].weight
+    assert factors(shared)["0.weight"] == DECAY**3, "where it is named first"
     with pytest.raises(ConfigError, match="needs a model with a list of layers"):
         factors(nn.Linear(2, 2))
     assert layer_groups(nn.Linear(2, 2), groups := [{"params": []}], 1.0, 1.0) == groups

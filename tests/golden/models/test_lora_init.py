@@ -6,7 +6,8 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,14 +17,16 @@ from torch import Tensor, nn
 from atomtrain.cli.main import main
 from atomtrain.engine.api import swap
 from atomtrain.engine.engine import Engine
-from atomtrain.errors import ConfigError
+from atomtrain.errors import ConfigError, DataError
 from atomtrain.models.hugging_face import build, read_config
 from atomtrain.models.lora import LoraLinear, adapted_layers, add_adapters
 from atomtrain.models.lora_config import LoraConfig, parse_lora
 from atomtrain.models.lora_init import begin
 from atomtrain.optimizers import AdamW
+from atomtrain.progress import Progress
 from atomtrain.training.setup.loading import Weights
 from atomtrain.training.setup.objective import NextToken
+from atomtrain.training.setup.references import _key
 from tests.support.hugging_face_models import (
     MIXTURES,
     UNTIED,
@@ -198,6 +201,48 @@ def test_equal_singular_values_are_refused_unless_all_or_none_are_taken() -> Non
     thin = matrix(8, 4)[:, :2] @ matrix(4, 8)[:2]  # of rank 2: nothing is left to choose from
     taken = begin(thin, config, "").within(torch.zeros(8, 8), config.scale)
     torch.testing.assert_close(taken, thin, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_2", "olora"])
+def test_a_matrix_that_is_not_of_numbers_is_refused(init: str) -> None:
+    weight = matrix(8, 8)
+    weight[3, 4] = torch.nan
+    with pytest.raises(DataError, match=rf"of \[8, 8\] has values .* init={init} finds no main"):
+        begin(weight, LoraConfig(r=2, init=init), "")
+
+
+def test_what_a_model_is_compared_with_is_of_one_beginning() -> None:
+    def key(lora: str, seed: int = 0) -> str:
+        recipe: Any = SimpleNamespace(
+            context=8, model="m", precision="fp32", seed=seed, lora=parse_lora(lora)
+        )
+        return _key(cast(Any, SimpleNamespace(sha256="rows")), recipe)
+
+    assert key("r=2", 1) == key("r=4")
+    keys = [key(f"r={r},bits=4,init={init}") for r in (2, 4) for init in ("olora", "pissa")]
+    keys += [key("r=2,bits=4,init=pissa", 1), key("r=2,bits=4")]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.usefixtures("assumed_times")
+def test_what_takes_long_is_told_layer_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    class Told(Progress):
+        def __exit__(self, *rest: Any) -> None:
+            told.append(self.line(4.0).partition(" (")[0])
+            super().__exit__(*rest)
+
+    for module in ("loading", "adapters"):
+        monkeypatch.setattr(f"atomtrain.training.setup.{module}.Progress", Told)
+    folder, text = tmp_path / "llama", write_text(tmp_path / "text.txt")
+    write_model(folder, UNTIED)
+    run = train(folder, text, "adapted", "--lora", "r=4,init=pissa,targets=q_proj+up_proj")
+    assert "beginning adapters: 6 of 6 layers" in told
+    assert main(["export", str(run), "adapters"]) == 0
+    assert told[-1] == "finding how adapters began: 6 of 6 layers"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from atomtrain.data import Batch
 from atomtrain.engine.api import swap
 from atomtrain.engine.options import Options
-from atomtrain.errors import ConfigError
+from atomtrain.errors import ConfigError, PlanError
 from atomtrain.models.gpt import GPT
 from atomtrain.models.neftune import with_noise
 from atomtrain.optimizers import AdamW
@@ -151,6 +151,13 @@ def test_trainer_adds_noise_while_it_is_open(tmp_path: Path) -> None:
 
     noisy = losses("noisy", neftune_noise_alpha=5.0)
     assert noisy == losses("again", neftune_noise_alpha=5.0) != losses("quiet")
+    model, arguments = gpt(), TrainerArguments(output_dir=tmp_path, neftune_noise_alpha=5.0)
+    with (
+        pytest.raises(PlanError),
+        Trainer(model, arguments, data, device="emulated", device_memory="1KiB") as trainer,
+    ):
+        trainer.train()
+    assert type(model.embedding.token) is nn.Embedding, "though it never opened"
     with pytest.raises(ConfigError, match="neftune_noise_alpha must be at least 0, not -1"):
         TrainerArguments(neftune_noise_alpha=-1.0)
 

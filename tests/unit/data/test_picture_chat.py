@@ -130,12 +130,13 @@ def in_an_answer(_: Path) -> Made:
         (bomb, "large.png has more than 89478485 pixels"),
         (strip, "300000 x 1 pixels is too long to have its shorter side resized to 16"),
         (half, "half.png cannot be opened"),
-        (script, "script.eps cannot be opened"),
+        (script, "script.eps cannot be opened (cannot identify image file); give"),
         (asking({"type": "text", "text": "or <image>?"}), "has 1 image, and <image> stands 2"),
         (asking({"type": "image"}), "is an image without path or image or url"),
         (asking({"type": "video", "path": "a.mp4"}), "of type 'video'; allowed are text and"),
         (in_an_answer, "is an answer with an image"),
         (lambda _: row_about("pictures/none.png"), "there is no image"),
+        (lambda _: row_about("iVBORw0K" * 9999), "iVBORw0K; restore it, or take the row out"),
         (lambda _: row_about("https://example.org/1.png"), "is an address, and nothing is fetched"),
         (lambda _: row_about("data:image/png;base64,AA"), "is an address, and nothing is fetched"),
         (lambda _: row_about("../model/1.png"), "is not named from the folder of the data"),
@@ -193,6 +194,21 @@ def test_a_template_that_leaves_something_out_is_refused(
     template.text = whole.replace("{{ c['text'] }}", "")
     with pytest.raises(DataError, match="leaves out the text of message 0"):
         encoder.encode(row)
+
+
+def test_the_template_of_an_older_processor_is_taken(place: Path, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    shutil.copytree(place / "model", tmp_path / "old")
+    template = tmp_path / "old" / "chat_template.jinja"
+    expected = template.read_text()
+    (tmp_path / "old" / "chat_template.json").write_text(json.dumps({"chat_template": expected}))
+    template.unlink()
+    file = tmp_path / "old" / "tokenizer_config.json"  # its template is of texts
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": "{{ 'no' }}"}))
+    assert ChatTemplate(read_config(tmp_path / "old").files).text == expected
+    assert hf.AutoProcessor.from_pretrained(tmp_path / "old").chat_template == expected
 
 
 @pytest.mark.parametrize(

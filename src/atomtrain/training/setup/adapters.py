@@ -21,6 +21,7 @@ from atomtrain.models.lora_experts import (
     merged_experts,
 )
 from atomtrain.models.lora_init import begin
+from atomtrain.progress import Progress
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.loading import Weights, seed_of_adapter
 
@@ -95,12 +96,14 @@ class Adapters:
         `W - s B0 A0 + s B A` is `W + s B' A'` with `B' = [B, -B0]` and `A' = [A; A0]`, as peft
         converts them.
         """
-        for layer, parts in self.tensors.items():
-            weight = self.weights.read(f"{layer}.weight").float()
-            begun = begin(weight, self.config, seed_of_adapter(seed, layer))
-            a, b = parts["lora_A.weight"].float(), parts["lora_B.weight"].float()
-            parts["lora_A.weight"] = torch.cat((a, begun.a))
-            parts["lora_B.weight"] = torch.cat((b, -begun.b), 1)
+        with Progress("finding how adapters began", len(self.tensors), "layers") as progress:
+            for layer, parts in self.tensors.items():
+                weight = self.weights.read(f"{layer}.weight").float()
+                begun = begin(weight, self.config, seed_of_adapter(seed, layer))
+                a, b = parts["lora_A.weight"].float(), parts["lora_B.weight"].float()
+                parts["lora_A.weight"] = torch.cat((a, begun.a))
+                parts["lora_B.weight"] = torch.cat((b, -begun.b), 1)
+                progress.advance()
         self.config = self.config.as_ordinary
 
     def value(self, name: str) -> Tensor:

@@ -78,10 +78,13 @@ class Weights:
                     if name not in begun:
                         self._put(engine, name, parameters[name])
                         progress.advance(parameters[name].nbytes)
-        for name, layer in adapted_layers(engine.model).items():
-            seed = seed_of_adapter(self.seed, name)
-            for part, values in layer.beginning(partial(self._wide, name), seed):
-                engine.masters.write(parameters[f"{name}.{part}"], values)
+        layers = adapted_layers(engine.model)
+        with Progress("beginning adapters", len(layers), "layers") as progress:
+            for name, layer in layers.items():
+                seed = seed_of_adapter(self.seed, name)
+                for part, values in layer.beginning(partial(self._wide, name), seed):
+                    engine.masters.write(parameters[f"{name}.{part}"], values)
+                progress.advance()
         buffers = dict(engine.model.named_buffers())
         for name in self._sources.keys() & buffers.keys():
             buffers[name].copy_(self.read(name))

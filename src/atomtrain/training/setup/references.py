@@ -1,11 +1,12 @@
 """What the model says of pairs of answers before it learns from them; computed once, and kept.
 
-The engine evaluates the untouched model; adapters that lie beside it still add nothing. So a
+The engine evaluates the untouched model; adapters that lie beside it change nothing yet. So a
 reference needs no second copy of the model, and the model may be larger than the device.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from atomtrain.data.material import PairMaterial, PairRows, References
 from atomtrain.errors import ConfigError
 from atomtrain.files import replacing
+from atomtrain.models.lora_config import NOTHING
 from atomtrain.progress import Progress
 from atomtrain.training.config.folders import make_directory
 from atomtrain.training.config.recipe import Recipe
@@ -101,6 +103,8 @@ def _key(text: Text, recipe: Recipe) -> str:
     """Return what tells these pairs and this model from others."""
     bits = None if recipe.lora is None else recipe.lora.bits
     said = [text.sha256, recipe.context, recipe.model, recipe.precision, bits]
+    if recipe.lora is not None and recipe.lora.init != NOTHING:  # what is left is rounded otherwise
+        said += [dataclasses.asdict(recipe.lora), recipe.seed]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 

@@ -117,7 +117,11 @@ class Trainer:
     def engine(self) -> Engine:
         """The engine, open from the first use on."""
         if self._engine is None:
-            self._engine = self._open()
+            try:
+                self._engine = self._open()
+            except BaseException:
+                with_noise(self.model, 0)
+                raise
         return self._engine
 
     @property
