@@ -63,6 +63,11 @@ export function isNumber(value) {
   return typeof value === "number" && Number.isFinite(value);
 }
 
+// What should be a list of texts, but comes from others.
+export function texts(value) {
+  return Array.isArray(value) ? value.map(String) : [];
+}
+
 export function element(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }

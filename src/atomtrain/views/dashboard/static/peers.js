@@ -1,7 +1,7 @@
 // What is known of runs and their peers, as the stream tells it.
 
 import { Curves } from "./curves.js";
-import { bytes, decimal } from "./format.js";
+import { bytes, decimal, texts } from "./format.js";
 
 const MOST_MESSAGES = 100;
 const MOST_ROUNDS = 200;
@@ -94,8 +94,8 @@ function said(event) {
     case "warning": return `warning: ${event.message}`;
     case "expelled": return `expelled ${event.name}: ${event.reason}`;
     case "membership": {
-      const joined = event.joined?.length ? `, joined: ${event.joined.join(" ")}` : "";
-      return `${event.peers} peers${joined}${event.left?.length ? `, left: ${event.left.join(" ")}` : ""}`;
+      const [joined, left] = [texts(event.joined), texts(event.left)].map((names) => names.join(" "));
+      return `${event.peers} peers${joined && `, joined: ${joined}`}${left && `, left: ${left}`}`;
     }
     case "run_finished": return `run ${event.reason} at step ${event.step}`;
     case "peer_lost": return `lost: ${event.reason}`;

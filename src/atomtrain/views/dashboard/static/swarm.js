@@ -1,6 +1,6 @@
 // The swarm: one row a peer, kept in place and changed cell by cell, so that thousands stay smooth.
 
-import { bytes, clock, count, element, percent, rate, seconds, setHead, setRows, setText } from "./format.js";
+import { bytes, clock, count, element, percent, rate, seconds, setHead, setRows, setText, texts } from "./format.js";
 
 const COLUMNS = [
   { id: "name", name: "name", text: (row) => row.name, value: (row) => row.name },
@@ -28,8 +28,9 @@ function behindOf(row) {
 
 function wayOf(row) {
   if (row.is_self) return "this peer";
-  if (!row.addresses?.length) return "-";
-  return row.addresses.some((address) => address.includes("/p2p-circuit")) ? "relayed" : "direct";
+  const addresses = texts(row.addresses);
+  if (!addresses.length) return "-";
+  return addresses.some((address) => address.includes("/p2p-circuit")) ? "relayed" : "direct";
 }
 
 function agoOf(row, all) {
@@ -164,20 +165,21 @@ export class RoundList {
   // rounds: round events, oldest first.
   draw(rounds) {
     setRows(this.body, rounds.slice(-MOST_ROUNDS).reverse().map((round) => [
-      round.round, round.fragment, round.outcome, (round.members ?? []).join(", ") || round.contributors,
+      round.round, round.fragment, round.outcome, texts(round.members).join(", ") || round.contributors,
       bytes(round.bytes_sent), bytes(round.bytes_received), seconds(round.duration_s), round.reason || "-",
     ]));
     this.drawPairs(rounds);
   }
 
   drawPairs(rounds) {
-    const names = [...new Set(rounds.flatMap((round) => round.members ?? []))].sort();
+    const names = [...new Set(rounds.flatMap((round) => texts(round.members)))].sort();
     if (names.length < 2 || names.length > MOST_IN_MATRIX) {
       this.pairs.replaceChildren();
       return;
     }
     const times = new Map();
-    for (const { members = [] } of rounds) {
+    for (const round of rounds) {
+      const members = new Set(texts(round.members));
       for (const a of members) for (const b of members) times.set(`${a}\n${b}`, (times.get(`${a}\n${b}`) ?? 0) + 1);
     }
     const head = element("tr", {}, element("th", {}, "rounds together"),
@@ -197,10 +199,10 @@ export class Judgements {
 
   // rows: the swarm's table, by id: rejections name the end of an id.
   draw(peers, rows) {
-    const nameOf = (id) => [...rows.values()].find((row) => row.peer_id.endsWith(id))?.name ?? id;
+    const nameOf = (id) => [...rows.values()].find((row) => String(row.peer_id).endsWith(id))?.name ?? id;
     const found = peers.flatMap((peer) => [
       ...peer.expelled.map((event) => [event.time_s, event.name, "expelled", event.reason, peer.name]),
-      ...peer.rounds.flatMap((round) => (round.rejected ?? []).map((text) => {
+      ...peer.rounds.flatMap((round) => texts(round.rejected).map((text) => {
         const [id, why] = text.split(/: (.*)/s);
         return [round.time_s, nameOf(id), `rejected in round ${round.round}`, why, peer.name];
       })),
