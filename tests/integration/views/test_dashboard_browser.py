@@ -86,6 +86,25 @@ def test_every_page_is_whole_live_and_without_complaint(run: dict[str, Any], add
         assert page.complaints == []
 
 
+def test_lists_that_are_none_do_not_stop_the_page(run: dict[str, Any], address: str) -> None:
+    log = run["logs"]["peer-0"]
+    log.emit("membership", peers=3, joined="everybody", left=5)
+    for strange in ("a text", 5, [5, None]):
+        log.emit("round", round=200, fragment=0, members=strange, rejected=strange)
+    odd = [{"peer_id": 7, "addresses": [7]}, {"peer_id": None, "addresses": "direct"}]
+    write_swarm(run["folder"] / "peer-0", [*rows(["peer-0"]), *odd])
+    log.emit("warning", message="the last")
+    with Page() as page:
+        page.open(address)
+        page.until(LIVE)
+        page.until("document.getElementById('messages').textContent.includes('the last')")
+        show(page, "swarm")
+        page.until("document.querySelectorAll('#peers tbody tr').length === 3")
+        page.until("document.querySelectorAll('#rounds tbody tr').length === 7")
+        page.until("document.getElementById('judged').textContent.includes('made up')")
+        assert page.complaints == []
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_phone_shows_every_page_without_scrolling_sideways(address: str, dark: bool) -> None:
     with Page(360, 740, dark=dark) as page:

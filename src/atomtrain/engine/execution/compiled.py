@@ -189,9 +189,9 @@ def _template(layer: Layer, backend: str) -> Template:
                 except torch._dynamo.exc.TorchDynamoException as error:
                     why = reason_of(getattr(error, "inner_exception", error))
                     raise ConfigError(
-                        f"layer {layer.name!r} cannot be compiled: {why}; a compiler and Python's "
-                        "headers must be there (apt-get install g++ python3-dev), or leave compile "
-                        "out"
+                        f"layer {layer.name!r} cannot be compiled: {why}; install the compiler or "
+                        "Python's headers if they are missing (apt-get install g++ python3-dev), "
+                        "or leave compile out"
                     ) from error
 
     return template

@@ -152,7 +152,9 @@ class SwarmConfig:
     def is_closed(self) -> bool:
         """Whether strangers can take no part: by a key or a list, or since nobody is elsewhere."""
         chosen = self.key_path is not None or self.allow_path is not None
-        return chosen or is_this_machine(self.endpoint.listen_host)
+        # What another host passes on is told there: then others are meant to dial this machine.
+        forwarded = self.endpoint.announce_host is not None
+        return chosen or (is_this_machine(self.endpoint.listen_host) and not forwarded)
 
 
 def admission_of(config: SwarmConfig, peer_id: str) -> Admission:
