@@ -42,8 +42,8 @@ def opened(options: TrainOptions) -> Engine:
     objective = objective_of(recipe)
     torch.manual_seed(recipe.seed)
     return setup._open_engine(
-        make_model(recipe.sizes), recipe, open_device(options.device, "64MiB"), Fit(2, None),
-        objective, options, gradients=False,
+        make_model(recipe.sizes), example_of(recipe, 2, objective), recipe,
+        open_device(options.device, "64MiB"), Fit(2, None), objective, options, gradients=False,
     )  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def find_fit(
     recipe: Recipe,
     devices: Sequence[Device],
     objective: Objective,
-    text: Text,
+    text: Text | None = None,
     micro_batch: int | None = None,
 ) -> Fit:
     """Return a micro-batch that fits the budget well: the largest divisor of a step's sequences.
@@ -176,7 +176,7 @@ class _Tried:
         recipe: Recipe,
         devices: Sequence[Device],
         objective: Objective,
-        text: Text,
+        text: Text | None,
         size: int,
     ) -> None:
         self.size, self._text = size, text
@@ -233,13 +233,16 @@ class _Tried:
         return chain, traced.bind(example)
 
 
-def example_of(recipe: Recipe, micro_batch: int, objective: Objective, text: Text) -> MicroBatch:
-    """Return a micro-batch of so many sequences of random tokens; with images, of the data.
+def example_of(
+    recipe: Recipe, micro_batch: int, objective: Objective, text: Text | None = None
+) -> MicroBatch:
+    """Return a micro-batch of so many sequences of random tokens; with images, of the `text`.
 
     With packing each has two documents: models that look at the data leave the mask out where
     nothing is masked.
     """
     if recipe.reads_images:  # there must be as many tokens as the images have features
+        assert text is not None
         config = SamplerConfig(context_tokens=recipe.context, sequences=micro_batch)
         batch = text.material.sampler(config, "example").batch(0)
         return objective.micro_batches(batch, micro_batch)[0]
