@@ -329,7 +329,7 @@ def test_a_view_that_reads_no_more_still_counts() -> None:
 
     async def views() -> list[int]:
         hub = server.Hub(Fixed())
-        stream = hub.stream()
+        stream: Any = hub.stream()
         await anext(stream)
         for _ in range(server._MOST_WAITING + 1):
             hub._tell(Message("events", {}))
