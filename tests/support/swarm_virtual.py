@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import random
 import selectors
 from collections import defaultdict
@@ -46,12 +48,37 @@ class _JumpingSelector(selectors.SelectSelector):
         return events
 
 
+class _Timer(asyncio.TimerHandle):
+    """One of several for the same moment: the one that was set first comes first.
+
+    asyncio's own order among them is that of a heap, which also holds timers that were cancelled.
+    """
+
+    __slots__ = ("number",)
+    number: int
+
+    def __lt__(self, other: object) -> bool:
+        if not isinstance(other, _Timer):
+            return NotImplemented
+        return (self._when, self.number) < (other._when, other.number)
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose seconds take no time."""
+    """An event loop whose seconds take no time, and on which everything has one order."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
+        self._numbers = itertools.count()
         super().__init__(self._jumping)
+
+    def call_at(
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        timer = _Timer(when, callback, args, self, context)
+        timer.number = next(self._numbers)
+        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
 
     def time(self) -> float:
         return self._jumping.now_s
