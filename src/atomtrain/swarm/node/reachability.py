@@ -159,7 +159,9 @@ class Relays:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where this peer is reached through its relays."""
+        """Where this peer is reached through its relays; nobody is told of one on its way out."""
+        if not self._needed:
+            return ()
         known = self._context.roster.addresses
         return tuple(
             address for relay in self._held for address in self._through(known.get(relay, ()))[:1]
@@ -172,7 +174,9 @@ class Relays:
 
     def look(self, *, needed: bool) -> None:
         """Hear now and then whether relays are needed; does not wait."""
-        self._needed = needed
+        changed, self._needed = needed != self._needed, needed
+        if changed and self._held:
+            self._changed()
         for relay, task in self._held.items():
             vanished = not self._context.roster.sees(relay)
             if vanished or not (needed or self._answering[relay]):

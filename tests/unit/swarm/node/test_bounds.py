@@ -125,16 +125,19 @@ def test_streams_beyond_the_limit_are_closed_unread() -> None:
 
 
 def test_streams_through_a_relay_are_counted_for_themselves() -> None:
-    watched = bounds.Bounds("relay", 1, lambda: 0.0)
-    caller = channel_pair("caller", "relay", 5.0)[1]
-    caller.host = HOST
-    passed = 0
-    while not watched.refusal(caller, RelayTo(peer_id="called", bulk=False)):
-        assert watched.admits_stream(caller)
-        watched.called_for(caller)
-        passed += 1
-    assert passed == allowances(1)[buckets.CALLS].burst
-    assert watched.refusal(caller, TakeCall(ticket="")) == REFUSAL
+    async def scenario() -> None:
+        watched = bounds.Bounds("relay", 1, lambda: 0.0)
+        caller = channel_pair("caller", "relay", 5.0)[1]
+        caller.host = HOST
+        passed = 0
+        while not watched.refusal(caller, RelayTo(peer_id="called", bulk=False)):
+            assert watched.admits_stream(caller)
+            watched.called_for(caller)
+            passed += 1
+        assert passed == allowances(1)[buckets.CALLS].burst
+        assert watched.refusal(caller, TakeCall(ticket="")) == REFUSAL
+
+    run_virtual(scenario)
 
 
 def test_streams_through_a_relay_count_no_more_if_one_end_breaks_off(
@@ -158,10 +161,13 @@ def test_streams_through_a_relay_count_no_more_if_one_end_breaks_off(
 
 
 def test_what_a_peer_asks_itself_has_no_limit() -> None:
-    watched = bounds.Bounds("me", 1, lambda: 0.0)
-    own = channel_pair("me", "me", 5.0)[1]
-    assert all(watched.admits_stream(own) for _ in range(10_000))
-    assert not any(watched.refusal(own, Ping(bytes_count=10)) for _ in range(10_000))
+    async def scenario() -> None:
+        watched = bounds.Bounds("me", 1, lambda: 0.0)
+        own = channel_pair("me", "me", 5.0)[1]
+        assert all(watched.admits_stream(own) for _ in range(10_000))
+        assert not any(watched.refusal(own, Ping(bytes_count=10)) for _ in range(10_000))
+
+    run_virtual(scenario)
 
 
 def _a_quarter(fragments: int) -> dict[str, Allowance]:
