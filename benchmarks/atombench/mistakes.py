@@ -91,6 +91,7 @@ MISTAKES = (
     Mistake((*_TINY, "--gradient_checkpointing"), "the plan decides this"),
     Mistake((*_TINY, "--load_in_4bit"), "--lora with bits=8 or bits=4"),
     Mistake((*_TINY, "--lora_r", "8"), "--lora r=8,alpha=16"),
+    Mistake((*_TINY, "--lora", "r=8,init=pisa"), "must be pissa"),
     Mistake((*_TINY, "--output_dir", "out"), "give --directory"),
     Mistake((*_TINY, "--report_to", "wandb"), "give --metrics"),
     Mistake((*_TINY, "--num_train_epochs", "nan"), "must be above 0"),
