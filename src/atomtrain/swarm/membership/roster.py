@@ -321,8 +321,12 @@ class Roster:
         return self._claims.counts(peer_id, fragment, stamp, own)
 
     def _takes_all(self, peer_id: str) -> bool:
-        """Say whether all claims count: it is this peer, or does not train yet, a newcomer."""
-        return peer_id == self._peer_id or self._own is None or self._own.state == JOINING
+        """Say whether all claims count: it is this peer, a newcomer, or one of only two.
+
+        Of two nobody else could have signed what one made alone, and rounds would wait for it.
+        """
+        newcomer = self._own is None or self._own.state == JOINING
+        return peer_id == self._peer_id or newcomer or len(self.others) < 2
 
     def holders(self, fragment: int, slack: int = 0) -> list[Holder]:
         """Return the others that have the fragment, those with its best stamp first.
