@@ -276,6 +276,15 @@ class Roster:
         return [record for record in [*own, *self.others] if record.state == TRAINING]
 
     @property
+    def may_answer_again(self) -> bool:
+        """Some member that was met failed since its last record, which has not expired yet.
+
+        Whether it is dead or one stream broke shows when the record is renewed, or expires.
+        """
+        return any(r.state == TRAINING and r.peer_id in self._met and self.trusts(r.peer_id)
+                   and not self.reachable(r) for r in self._records.values())  # fmt: skip
+
+    @property
     def groups(self) -> int:
         """Into how many groups the members that take part are divided now."""
         return group_count(len(self.training()), self._group_size)
@@ -321,12 +330,9 @@ class Roster:
         return self._claims.counts(peer_id, fragment, stamp, own)
 
     def _takes_all(self, peer_id: str) -> bool:
-        """Say whether all claims count: it is this peer, a newcomer, or one of only two.
-
-        Of two nobody else could have signed what one made alone, and rounds would wait for it.
-        """
+        """Say whether all that a peer claims counts: it is this one, or this one is a newcomer."""
         newcomer = self._own is None or self._own.state == JOINING
-        return peer_id == self._peer_id or newcomer or len(self.others) < 2
+        return peer_id == self._peer_id or newcomer
 
     def holders(self, fragment: int, slack: int = 0) -> list[Holder]:
         """Return the others that have the fragment, those with its best stamp first.

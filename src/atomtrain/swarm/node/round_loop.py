@@ -108,7 +108,11 @@ class Rounds:
         try:
             order = context.group(agenda.next_round)
             if order == [context.peer_id]:
-                await go_alone(context, self._repairer, agenda.next_round)
+                # An anchor made alone is one that the others refuse, or have to try.
+                if context.roster.may_answer_again:
+                    agenda.ask_again(loop.time() + context.config.expiry_s / 30)
+                else:
+                    await go_alone(context, self._repairer, agenda.next_round)
                 return
             retry_s = 2 * max(map(context.waits.answer_s, order))  # it invites, too
             leader = agenda.propose_to(order, loop.time(), retry_s)

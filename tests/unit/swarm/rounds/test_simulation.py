@@ -137,6 +137,45 @@ def test_anchor_of_a_lonely_peer_follows_its_parameters() -> None:
     run_virtual(scenario)
 
 
+def test_nobody_goes_alone_because_a_stream_broke() -> None:
+    """What one peer makes alone the others have to refuse, or to fetch and try."""
+
+    async def scenario() -> None:
+        simulation = Simulation((50, 31), seed=1)
+        for name in ("a", "b", "c"):
+            await simulation.add(name, step_s=0.5)
+        await asyncio.sleep(20)
+        peers = simulation.peers
+        begun = {name: len(peer.reports) for name, peer in peers.items()}
+        for turn in range(400):
+            for other in "bc" if turn % 2 else "ac":
+                peers["b" if other == "a" else "a"].service.context.roster.suspect(other)
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(20)
+        said = [r for name, peer in peers.items() for r in peer.reports[begun[name] :]]
+        assert [r for r in said if r.reason == "alone"] == []
+        assert len([r for r in said[-10:] if r.outcome == "averaged"]) > 5
+        assert await simulation.settle(20)
+
+    run_virtual(scenario)
+
+
+def test_a_survivor_goes_alone_when_the_record_of_the_dead_has_expired() -> None:
+    async def scenario() -> None:
+        simulation = Simulation((10,), seed=4)
+        peer, other = [await simulation.add(name, step_s=0.3) for name in ("a", "b")]
+        await asyncio.sleep(20)
+        assert any(r.contributors == ("a", "b") for r in peer.reports)
+        await simulation.kill(other.name)
+        begun = len(peer.reports)
+        await asyncio.sleep(3)
+        assert all(r.reason != "alone" for r in peer.reports[begun:])
+        await asyncio.sleep(20)
+        assert peer.reports[-1].reason == "alone"
+
+    run_virtual(scenario)
+
+
 def test_momentum_reaches_newcomers() -> None:
     async def scenario() -> None:
         simulation = Simulation((12,), seed=5, outer_momentum=0.5, outer_learning_rate=0.7)
