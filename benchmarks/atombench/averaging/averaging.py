@@ -10,14 +10,10 @@ The *mesh* is what it takes when all peers send to all others at once over raw T
 rounds: what this network and this machine allow, with nothing encrypted, added up or agreed on.
 *Streams* are the same over the encrypted channels that rounds use: what is above that is what peers
 compute and agree on. A last round, with clocks in it, tells what processors did (`costs`).
-On loopback rounds of ATOM over Gloo follow, neither encrypted nor judged (`gloo_round_s`); they
-take turns with hivemind's, at its best size of parts, and with Gloo alone: one `all_reduce` of
-vectors of that size in a group that is there already (`gloo_floor_s`).
 """
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections import Counter
@@ -25,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from atombench.averaging.result import gloo_result, streams_result
+from atombench.averaging.result import streams_result
 from atombench.common import BenchmarkOptions, Result, description, progress
 from atombench.links.peers import PeerError, Peers
 from atombench.links.shaping import Link, Network
@@ -135,7 +131,6 @@ def _measure(
         measured: dict[str, list[Result]] = {"rounds": [], "plain": [], "encrypted": []}
         their_rounds: dict[str, list[float]] = {}
         within_s = 20.0 + 20 * setup.moved_bytes / link_bytes_per_s
-        gloo: dict[str, list[Result]] = {}
         with _Hivemind(setup, network, hosts, folder) as theirs:
             each = -(-rounds // max(1, len(setup.part_bytes)))
             for part_bytes in setup.part_bytes or (0,):
@@ -156,49 +151,12 @@ def _measure(
                             their_rounds.setdefault(str(part_bytes), []).append(other_s)
             costs = _round(ours, setup, within_s, told_apart=True)["costs"]
             ours.tell_all("leave", _START_S)
-            best = min(
-                their_rounds, key=lambda size: statistics.median(their_rounds[size]), default="0"
-            )
-            if network is None:
-                theirs.open(int(best))
-                _enter(ours, setup, hosts, link_bytes_per_s, "gloo")
-                gloo = _over_gloo(ours, theirs, setup, hosts, rounds, within_s)
-                ours.tell_all("leave", _START_S)
             wrong = theirs.wrong_rounds
     return {
         **streams_result(setup.moved_bytes, rate, measured, their_rounds),
-        **(gloo_result(gloo) if gloo else {}),
         "hivemind_wrong_rounds": wrong,
         "costs": costs,
     }
-
-
-def _over_gloo(
-    ours: Peers,
-    theirs: _Hivemind,
-    setup: AveragingSetup,
-    hosts: list[str],
-    rounds: int,
-    within_s: float,
-) -> dict[str, list[Result]]:
-    """Measure rounds over Gloo, Gloo alone and hivemind in turns, after one of each."""
-    offer = ours.tell_all(
-        "offer_gloo", _START_S, lambda rank: {"rank": rank, "address": hosts[rank]}
-    )
-    ours.tell_all(
-        "join_gloo", _START_S, address=hosts[0], port=offer[0]["port"], peers=setup.peers,
-        elements=setup.elements, timeout_s=within_s,
-    )  # fmt: skip
-    found: dict[str, list[Result]] = {"rounds": [], "floors": [], "hivemind": []}
-    for _ in range(rounds + 1):
-        found["rounds"].append(_round(ours, setup, within_s))
-        found["floors"].append(_together(ours, "gloo", within_s))
-        if (other_s := theirs.round_s(within_s)) is not None:
-            found["hivemind"].append({"round_s": other_s})
-        one_s, floor_s = found["rounds"][-1]["round_s"], found["floors"][-1]["took_s"]
-        text = f"ATOM {one_s:.2f} s, Gloo alone {floor_s:.2f} s, hivemind {other_s or 0:.2f} s"
-        progress(f"over Gloo: {text}")
-    return {kind: entries[1:] for kind, entries in found.items()}
 
 
 class WrongMeanError(PeerError):
@@ -310,19 +268,13 @@ def _together(ours: Peers, do: str, within_s: float, **how: Any) -> Result:
     }
 
 
-def _enter(
-    ours: Peers,
-    setup: AveragingSetup,
-    hosts: list[str],
-    link_bytes_per_s: float,
-    transport: str = "streams",
-) -> None:
+def _enter(ours: Peers, setup: AveragingSetup, hosts: list[str], link_bytes_per_s: float) -> None:
     within_s = _START_S + 4 * setup.bytes * setup.peers / link_bytes_per_s
     join = None
     for index in range(setup.peers):
         answer = ours.tell(
             index, "enter", within_s, address=hosts[index], join=join, elements=setup.elements,
-            rank=index, wire="float32", link_bytes_per_s=link_bytes_per_s, transport=transport,
+            rank=index, wire="float32", link_bytes_per_s=link_bytes_per_s,
         )  # fmt: skip
         join = join or answer["address"]
     ours.tell_all("meet", _START_S, peers=setup.peers, patience_s=_START_S)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from atombench.averaging.costs import Costs
-from atombench.averaging.floors import EncryptedMesh, Mesh, RawGloo
+from atombench.averaging.floors import EncryptedMesh, Mesh
 from atombench.links.peers import Reply
 from atomtrain.swarm import Endpoint, Manifest, RoundReport, Rules, Swarm, SwarmConfig
 from atomtrain.swarm.transport.libp2p import import_hivemind
@@ -33,7 +33,6 @@ class AveragingPeer:
     def __init__(self) -> None:
         self._swarm: Swarm | None = None
         self._meshes: dict[str, Mesh] = {}
-        self._gloo: RawGloo | None = None
 
     def commands(self) -> Mapping[str, Callable[..., Reply]]:
         return {
@@ -43,9 +42,6 @@ class AveragingPeer:
             "offer_mesh": self.offer_mesh,
             "join_mesh": self.join_mesh,
             "mesh": self.mesh,
-            "offer_gloo": self.offer_gloo,
-            "join_gloo": self.join_gloo,
-            "gloo": self.gloo,
             "enter": self.enter,
             "meet": self.meet,
             "round": self.round,
@@ -101,28 +97,6 @@ class AveragingPeer:
         took_s = time.monotonic() - at_s
         return {"took_s": took_s, "processor_s": time.process_time() - before_s}
 
-    def offer_gloo(self, address: str, rank: int) -> Reply:
-        """Be ready for a process group of Gloo; return the port at which the first rank waits."""
-        self._gloo = RawGloo(address, rank)
-        return {"port": self._gloo.port}
-
-    def join_gloo(
-        self, address: str, port: int, peers: int, elements: int, timeout_s: float
-    ) -> Reply:
-        """Make that group with all others."""
-        assert self._gloo is not None
-        self._gloo.join(address, port, peers, elements, timeout_s)
-        return {}
-
-    def gloo(self, at_s: float) -> Reply:
-        """Add up a vector of each peer by Gloo alone; return the seconds."""
-        assert self._gloo is not None
-        time.sleep(max(0.0, at_s - time.monotonic()))
-        before_s = time.process_time()
-        self._gloo.reduce()
-        took_s = time.monotonic() - at_s
-        return {"took_s": took_s, "processor_s": time.process_time() - before_s}
-
     def enter(
         self,
         address: str,
@@ -131,12 +105,11 @@ class AveragingPeer:
         rank: int,
         wire: str,
         link_bytes_per_s: float,
-        transport: str = "streams",
     ) -> Reply:
         """Found a run on this host's address, or join one; return the address for others."""
         config = SwarmConfig(
             run="averaging",
-            rules=Rules(local_steps_per_round=1, wire=wire, transport=transport),
+            rules=Rules(local_steps_per_round=1, wire=wire),
             endpoint=Endpoint(listen_host=address, connect_s=_PATIENCE_S, stall_s=_PATIENCE_S),
             join=() if join is None else (join,),
             slowest_link_bytes_per_s=link_bytes_per_s,
@@ -216,9 +189,6 @@ class AveragingPeer:
         for mesh in self._meshes.values():
             mesh.close()
         self._meshes = {}
-        if self._gloo is not None:
-            self._gloo.close()
-            self._gloo = None
         if self._swarm is not None:
             self._swarm.leave(_LEAVE_S)
             self._swarm = None

@@ -46,24 +46,6 @@ def streams_result(
     }
 
 
-def gloo_result(measured: dict[str, list[Result]]) -> Result:
-    """Return what rounds over Gloo took."""
-    all_round_s, round_processor_s = _columns(measured["rounds"], "round_s")
-    all_floor_s, floor_processor_s = _columns(measured["floors"], "took_s")
-    their_s = [float(one["round_s"]) for one in measured["hivemind"]]
-    round_s, floor_s = statistics.median(all_round_s), statistics.median(all_floor_s)
-    return {
-        "gloo_round_s": round_s,
-        "gloo_floor_s": floor_s,
-        "gloo_times_the_floor": round_s / floor_s,
-        "gloo_times_as_fast_as_hivemind": statistics.median(their_s) / round_s if their_s else None,
-        "gloo_processor_s": {"round": round_processor_s, "floor": floor_processor_s},
-        "all_gloo_round_s": all_round_s,
-        "all_gloo_floor_s": all_floor_s,
-        "all_gloo_hivemind_round_s": their_s,
-    }
-
-
 def _columns(rows: list[Result], name: str) -> tuple[list[float], float]:
     """Return what the rows say of `name`, and their median of processor time."""
     processor_s = statistics.median(row["processor_s"] for row in rows)

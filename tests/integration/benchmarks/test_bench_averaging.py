@@ -27,11 +27,7 @@ def test_rounds_on_loopback_have_the_right_mean() -> None:
     assert result["floor_s"] > 0  # measured at another moment: no bound on a busy machine
     assert result["round_s"] > 0
     assert result["sent_bytes_per_peer"] > 2_800_000
-    assert len(result["all_mesh_s"]) == len(result["all_gloo_round_s"]) == 1
-    assert len(result["all_gloo_floor_s"]) == 1
-    assert result["gloo_times_the_floor"] == result["gloo_round_s"] / result["gloo_floor_s"]
-    assert result["gloo_times_as_fast_as_hivemind"] is None
-    assert all(spent_s > 0 for spent_s in result["gloo_processor_s"].values())
+    assert len(result["all_mesh_s"]) == 1
     assert result["times_the_mesh"] == result["round_s"] / result["mesh_s"]
     assert result["times_the_streams"] == result["round_s"] / result["streams_s"]
     costs = result["costs"]

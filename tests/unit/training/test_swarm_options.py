@@ -44,10 +44,6 @@ def test_defaults_and_choices_become_rules(tmp_path: Path) -> None:
 
 def test_means_are_plain_where_all_tokens_have_to_count_alike() -> None:
     assert _config(average="gradient", target_batch_tokens=99).rules.mean == "plain"
-    assert _config(transport="gloo").rules.mean == "plain"
-    clipped = asdict(_config(wire="float32").rules)
-    gloo = with_rules(TrainOptions(transport="gloo"), clipped)
-    assert swarm_config(gloo, "r", "me", None, 12).rules.mean == "plain"
 
 
 def test_how_often_peers_average_is_measured_or_said() -> None:
@@ -89,7 +85,6 @@ def test_a_founder_who_resumes_need_not_repeat_the_rules() -> None:
     [
         ({"outer": "mode"}, "Did you mean .mean."),
         ({"wire": "int5"}, "Did you mean 'int[48]'"),
-        ({"transport": "glo"}, r"allowed: streams or gloo\. Did you mean 'gloo'\?$"),
         ({"measured_rounds": True, "local_steps": 5}, "contradict"),
         ({"run_key": Path("/nowhere/key")}, "cannot be read"),
         ({"allow": Path("/nowhere/ids")}, "cannot be read"),
@@ -97,10 +92,7 @@ def test_a_founder_who_resumes_need_not_repeat_the_rules() -> None:
         ({"announce": "203.0.113.7:4001"}, "--announce takes a host name or an IPv4 address"),
         ({"upload_limit": "fast"}, "--upload-limit 'fast' is not a rate"),
         ({"upload_limit": "7kbit/s"}, "at least 8kbit/s"),
-        ({"upload_limit": "8Mbit/s", "transport": "gloo"}, "leave one of them out"),
-        ({"run": "austen", "transport": "gloo"}, "give --run-key FILE or --allow FILE"),
         ({"mean": "cliped"}, "Did you mean .clipped."),
-        ({"mean": "clipped", "transport": "gloo"}, "not clipped ones"),
         (
             {"mean": "clipped", "average": "gradient", "target_batch_tokens": 9},
             "which is a plain one; leave --mean out",
@@ -123,7 +115,6 @@ def test_mistakes_are_told_before_anything_is_prepared(options: dict[str, Any], 
         ({"group_size": 4}, "which has group-size 16"),
         ({"mean": "plain"}, "which has mean clipped"),
         ({"average": "gradient", "target_batch_tokens": 99}, "which has average local"),
-        ({"transport": "gloo"}, "which has transport streams"),
     ],
 )
 def test_who_joins_is_told_that_another_rule_has_no_effect(
@@ -138,9 +129,8 @@ def test_who_joins_may_repeat_the_rules() -> None:
     for options in (
         {},
         {"wire": "int4", "outer": "mean", "group_size": 0, "local_steps": 12},
-        {"measured_rounds": True, "mean": "plain", "transport": "streams"},
+        {"measured_rounds": True, "mean": "plain"},
         {"average": "gradient", "target_batch_tokens": 99},
-        {"transport": "gloo"},
     ):
         check_rules(TrainOptions(**options), _config(**options).rules, "r")
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from atomtrain.errors import ConfigError, SwarmError
 from atomtrain.settings import is_name, option
-from atomtrain.swarm.membership.rules import Rules, check_audited, check_rule
-from atomtrain.swarm.transport.endpoint import Endpoint, is_this_machine
+from atomtrain.swarm.membership.rules import Rules, check_rule
+from atomtrain.swarm.transport.endpoint import Endpoint
 from atomtrain.units import parse_rate
 
 if TYPE_CHECKING:
     from atomtrain.swarm.membership.admission import Admission
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Version of everything that travels; peers with another one are turned away."""
 MANIFEST_BYTES_MAX = 16 << 20
 _LEAST_UPLOAD = 1000.0
@@ -105,8 +105,7 @@ class SwarmConfig:
         "RATE",
         check=_check_upload_limit,
     )
-    """Most that this peer sends of averages and state; signs of life come on top. Limits `streams`,
-    not `gloo`."""
+    """Most that this peer sends of averages and state; signs of life come on top."""
     relay_limit_bytes_per_s: float = option(
         math.inf,
         "Most that this peer passes on between others, for those behind a NAT, such as 8Mbit/s; "
@@ -146,15 +145,6 @@ class SwarmConfig:
             self.round_ceiling_s,
             "at least round_floor_s",
         )
-        check_audited(self.rules.transport, closed=self.is_closed)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether strangers can take no part: by a key or a list, or since nobody is elsewhere."""
-        chosen = self.key_path is not None or self.allow_path is not None
-        # What another host passes on is told there: then others are meant to dial this machine.
-        forwarded = self.endpoint.announce_host is not None
-        return chosen or (is_this_machine(self.endpoint.listen_host) and not forwarded)
 
 
 def admission_of(config: SwarmConfig, peer_id: str) -> Admission:

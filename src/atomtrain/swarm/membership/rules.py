@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from atomtrain.errors import ConfigError, choices
 from atomtrain.settings import MOST_TOKENS, check_fields, count, one_of, option
-from atomtrain.swarm.codecs.names import FLOAT16, FLOAT32, check_codec_name
+from atomtrain.swarm.codecs.names import FLOAT16, check_codec_name
 
 if TYPE_CHECKING:
     from atomtrain.swarm.anchors.updates import OuterUpdate
@@ -20,7 +20,6 @@ GROUP_SIZE = 16
 """Members of a round at most, unless the run's founder says something else. See `agenda`."""
 GROUP_SIZE_MIN = 3
 """Below, guards have nothing to judge by, and an odd peer out would have nobody."""
-TRANSPORTS = ("streams", "gloo")
 AVERAGES = ("local", "gradient")
 """What rounds average, the default first: changes of local steps, or gradients."""
 MEANS = ("clipped", "plain")
@@ -76,15 +75,9 @@ class Rules:
     group_size: int = option(
         None,
         "Members of a round at most: more peers are shuffled into several groups for each round. "
-        "0: one group of all. Set by who starts the run. Default: 16, or 0 with --average gradient "
-        "or --transport gloo.",
+        "0: one group of all. Set by who starts the run. Default: 16, or 0 with --average "
+        "gradient.",
         "N",
-    )
-    transport: str = option(
-        TRANSPORTS[0],
-        "How rounds move their data: streams (encrypted), or gloo, for a fast network whose every "
-        "machine is trusted; set by who starts the run. Default: streams.",
-        "NAME",
     )
     norm_limit: float = 10.0
     """Contributions above this multiple of the group's median norm are rejected; 0 (none is), or
@@ -93,7 +86,7 @@ class Rules:
         None,
         "How a round averages: clipped (what is far from the others is limited, and a member "
         "weighs at most 1.25 times the median) or plain; set by who starts the run. Default: "
-        "clipped, or plain with --average gradient or --transport gloo.",
+        "clipped, or plain with --average gradient.",
         "HOW",
     )
 
@@ -105,20 +98,18 @@ class Rules:
         """
         self._check_numbers()
         check_fields(self, "swarm ", besides=("local_steps_per_round",))
-        usual = default_mean(self.average, self.transport)
         if self.mean is None:
-            object.__setattr__(self, "mean", usual)
-        check_transport(self.transport, self.wire, clipped=self.mean == "clipped")
+            object.__setattr__(self, "mean", MEANS[self.average == "gradient"])
         check_rule(
             (self.target_batch_tokens > 0) == (self.average == "gradient"),
             "target_batch_tokens",
             self.target_batch_tokens,
             "at least 1 with gradient averaging, 0 without",
         )
-        check_group_size(self.group_size, self.average, self.transport)
+        check_group_size(self.group_size, self.average)
         check_mean(self.mean, self.average)
         if self.group_size is None:
-            usual = default_group_size(self.average, self.transport)
+            usual = 0 if self.average == "gradient" else GROUP_SIZE
             object.__setattr__(self, "group_size", usual)
 
     def _check_numbers(self) -> None:
@@ -148,21 +139,6 @@ class Rules:
         return OuterUpdate(learning_rate=self.outer_learning_rate, momentum=self.outer_momentum)
 
 
-def usual_wire(transport: str | None) -> str:
-    """Return how changes travel in runs whose founder says nothing about it."""
-    return FLOAT32 if transport == "gloo" else FLOAT16
-
-
-def default_group_size(average: str, transport: str) -> int:
-    """Return the size of groups in runs whose founder says nothing about it."""
-    return GROUP_SIZE if (average, transport) == (AVERAGES[0], TRANSPORTS[0]) else 0
-
-
-def default_mean(average: str, transport: str) -> str:
-    """Return how runs average whose founder says nothing about it."""
-    return MEANS[0] if (average, transport) == (AVERAGES[0], TRANSPORTS[0]) else MEANS[1]
-
-
 def check_mean(mean: str | None, average: str) -> None:
     """Check that rounds can average this way (None: the default).
 
@@ -177,7 +153,7 @@ def check_mean(mean: str | None, average: str) -> None:
         )
 
 
-def check_group_size(size: int | None, average: str, transport: str) -> None:
+def check_group_size(size: int | None, average: str) -> None:
     """Check that rounds can have groups of at most `size` members (None: the default).
 
     Raises:
@@ -189,48 +165,9 @@ def check_group_size(size: int | None, average: str, transport: str) -> None:
         raise ConfigError(
             f"--group-size must be 0 (one group of all) or at least {GROUP_SIZE_MIN}, not {size}"
         )
-    if size and default_group_size(average, transport) == 0:
-        way = "--average gradient" if average == "gradient" else f"--transport {transport}"
-        raise ConfigError(f"{way} averages all peers in one group; leave --group-size out")
-
-
-def check_transport(name: str, wire: str | None, *, clipped: bool) -> None:
-    """Check that rounds can move data this way, with this wire format (None: its default).
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    check_rule(name in TRANSPORTS, "transport", name, choices(name, TRANSPORTS))
-    if name == "gloo":
-        _require_gloo()
-        if clipped or wire not in (None, "float32"):
-            raise ConfigError(
-                f"--transport gloo adds numbers up itself: plain means of float32, not "
-                f"{'clipped ones' if clipped else wire}; leave --wire and --mean out"
-            )
-
-
-def check_audited(transport: str | None, *, closed: bool) -> None:
-    """Check that a run is `closed` to strangers where nobody audits what a peer sends.
-
-    Raises:
-        ConfigError: anybody who reaches this peer could take part.
-    """
-    if transport == "gloo" and not closed:
+    if size and average == "gradient":
         raise ConfigError(
-            "--transport gloo believes whatever a peer sends, and everybody who reaches this peer "
-            "could take part; give --run-key FILE or --allow FILE, listen on this machine only "
-            "(--host 127.0.0.1), or take --transport streams"
-        )
-
-
-def _require_gloo() -> None:
-    import torch.distributed
-
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        raise ConfigError(
-            "--transport gloo needs a PyTorch with torch.distributed and Gloo, and this one has "
-            "none; install another build, or leave the option out"
+            "--average gradient averages all peers in one group; leave --group-size out"
         )
 
 

@@ -30,7 +30,6 @@ from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.membership.records import TRAINING
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.membership.routes import Routes
-from atomtrain.swarm.membership.rules import check_audited
 from atomtrain.swarm.membership.standing import Standing
 from atomtrain.swarm.node.network_thread import LoopThread
 from atomtrain.swarm.node.service import Service, beat_pause_s
@@ -149,7 +148,6 @@ def build_service(
     Raises:
         ConfigError: the files with key or allowed peers cannot be used, or the run wants some.
     """
-    check_audited(manifest.rules.transport, closed=config.is_closed)
     admission = admission_of(config, transport.peer_id)
     rules = manifest.rules
     gradients = rules.average == "gradient"

@@ -152,7 +152,6 @@ class Service:
             _log.info("left the swarm before a round under way had ended")
         finally:
             await self._tasks.cancel_all()
-            self.context.kept_group.close()
             await self.context.transport.close()
 
     def withdraw(self) -> None:

@@ -13,7 +13,6 @@ A peer may die at any moment. Who has died shows as a stream that is lost, or by
 | forming | the leader | nothing has changed | `RoundMember.run` (round_member.py) |
 | exchange | a contributor | means are made without it | `Exchange._lose` (exchange.py) |
 | exchange | an owner | its slices stay as they were | `Exchange._lose`, `LeaderRound._decide` |
-| exchange, Gloo | a member | nothing changes, a new group meets | `GlooExchange.run` (gloo.py) |
 | decision | a member | what it holds does not count | `LeaderRound.on_lost` |
 | decision | the leader | the round is in doubt | `RoundMember.in_doubt` |
 | afterwards | nobody | the next anchor ends the doubt | `merge_of_fetched` (round_member.py) |

@@ -25,7 +25,6 @@ from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.membership.routes import Routes
 from atomtrain.swarm.membership.standing import Standing
-from atomtrain.swarm.rounds.gloo import KeptGroup
 from atomtrain.swarm.rounds.owning import Offload
 from atomtrain.swarm.transport.messages import Message, Open
 from atomtrain.swarm.transport.rates import Pacer
@@ -73,8 +72,6 @@ class Context:
     """How long they are waited for."""
     claims: Claims
     """Which of the others' claims count."""
-    kept_group: KeptGroup = field(default_factory=KeptGroup)
-    """With Gloo, what the last round has left for the next."""
     certified: Certified
     """The certificates of anchors that this peer has."""
     absences: Absences = field(default_factory=Absences)

@@ -13,7 +13,6 @@ from atomtrain.swarm.codecs.codec import Codec
 from atomtrain.swarm.membership.guards import Guard
 from atomtrain.swarm.rounds.audits import Sign, Verify
 from atomtrain.swarm.rounds.bases import Bases
-from atomtrain.swarm.rounds.making import Made
 from atomtrain.swarm.rounds.owning import Offload, SliceMean
 from atomtrain.swarm.rounds.proofs import Proven
 from atomtrain.swarm.transport.transport import Channel
@@ -40,9 +39,6 @@ class ExchangeResult:
     """What the means are to be added to, in rounds that have bases."""
     proofs: list[Proven] = field(default_factory=list)
     """What shows others that a mean is wrong."""
-    made: Made | None = None
-    """The new anchor, where it was made with the means and lies in their place: of all slices, so
-    that none or all of them can be decided."""
 
     @property
     def digests(self) -> tuple[str, ...]:

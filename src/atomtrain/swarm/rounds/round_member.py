@@ -29,7 +29,6 @@ from atomtrain.swarm.rounds.bases import velocity_after
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.rounds.exchange import Exchange
 from atomtrain.swarm.rounds.exchange_setup import ExchangeResult, ExchangeSetup
-from atomtrain.swarm.rounds.gloo import GlooExchange
 from atomtrain.swarm.rounds.leader_io import exchange_bytes
 from atomtrain.swarm.rounds.making import Made, Making
 from atomtrain.swarm.rounds.proofs import Proven
@@ -44,7 +43,7 @@ from atomtrain.swarm.transport.messages import (
     Invite,
     Ready,
 )
-from atomtrain.swarm.transport.transport import Channel, Inbox, LinkLost, MessageT, host_of
+from atomtrain.swarm.transport.transport import Channel, Inbox, LinkLost, MessageT
 
 _VIEWS_APART = 4
 """So many times more groups than this peer counts are no matter of a moment's difference."""
@@ -83,7 +82,7 @@ class RoundMember:
         self._loop = asyncio.get_running_loop()
         self._started_s = self._loop.time()
         self._inbox = Inbox(channel)
-        self.exchange: Exchange | GlooExchange | None = None
+        self.exchange: Exchange | None = None
         self.exchange_known = asyncio.Event()
         self.in_doubt: Doubt | None = None
         self.begin: Begin | None = None
@@ -135,8 +134,6 @@ class RoundMember:
         commit = await self._expect(Commit, left_s + self._context.timing.floor_s)
         if any(j >= len(result.means) or result.means[j] is None for j in commit.slices):
             raise BadMessage("the leader committed a slice that is not here")
-        if result.made is not None and len(set(commit.slices)) < len(result.means):
-            raise BadMessage("the leader committed a part of what was made as a whole")
         self.in_doubt = None
         self._count_absent(begin, commit)
         return Decided(snapshot, begin, commit, result)
@@ -192,17 +189,7 @@ class RoundMember:
             verify=context.transport.verify,
             on_unreachable=context.roster.suspect,
         )
-        self.exchange = (
-            GlooExchange(
-                setup,
-                begin,
-                host_of(context.transport.address),
-                context.updates[0],
-                context.kept_group,
-            )
-            if context.manifest.rules.transport == "gloo"
-            else Exchange(setup, begin)
-        )
+        self.exchange = Exchange(setup, begin)
         self.in_doubt = Doubt(self.invite.round_id, snapshot, begin.members)
         self.exchange_known.set()
         started_s = self._loop.time()
@@ -318,7 +305,7 @@ def merge_of(decided: Decided, update: Update, peer_id: str) -> Merge:
     means did, which are gone then: everybody whose word the decision counts on has them.
     """
     snapshot, begin = decided.snapshot, decided.begin
-    made = decided.result.made or _made(decided, update)
+    made = _made(decided, update)
     used = frozenset().union(*(part.contributors for part in made.parts))
     tokens = sum(w for m, w in zip(begin.members, begin.weights, strict=True) if m in used)
     stamp = _stamp_after(begin, tokens, made.digest)

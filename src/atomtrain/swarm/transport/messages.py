@@ -306,9 +306,6 @@ class Contribution(Message, frozen=True, kw_only=True):
     After it both send the same: where a round has bases, those of their own slices; contributions
     to the other's slices, if they have a weight, each followed by its `Seal`; the means of their
     own, each after its `Mean`; an `Audit`, and the `Evidence` that the other's asks for.
-
-    With Gloo there are no lanes: `lane` is the number of rounds that the process group has had
-    which the sender has kept, 0 if there is none, and `Meeting` the answer.
     """
 
     round_id: Text
@@ -331,13 +328,6 @@ class Change(Message, frozen=True, kw_only=True):
     """
 
     follows: bool
-
-
-class Meeting(Message, frozen=True, kw_only=True):
-    """With Gloo, in place of means: where the process group of the round meets, or has met."""
-
-    host: Text
-    port: Count
 
 
 class Mean(Message, frozen=True, kw_only=True):

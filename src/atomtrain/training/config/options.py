@@ -22,13 +22,11 @@ from atomtrain.swarm.anchors.updates import check_outer_name
 from atomtrain.swarm.membership.config import SwarmConfig
 from atomtrain.swarm.membership.rules import (
     Rules,
-    check_audited,
     check_group_size,
     check_mean,
-    check_transport,
 )
 from atomtrain.swarm.packages import missing_packages
-from atomtrain.swarm.transport.endpoint import Endpoint, is_this_machine
+from atomtrain.swarm.transport.endpoint import Endpoint
 from atomtrain.training.config.recipe import Recipe
 
 CHECKS = ("auto", "always", "never")
@@ -168,7 +166,6 @@ class TrainOptions:
     average: str | None = asked(Rules, "average")
     target_batch_tokens: int | None = asked(Rules, "target_batch_tokens")
     group_size: int | None = asked(Rules, "group_size")
-    transport: str | None = asked(Rules, "transport")
     outer: str | None = option(
         None,
         "What a round does with the mean change: nesterov (momentum that fits the steps between "
@@ -298,19 +295,8 @@ class TrainOptions:
                 "--average gradient and --target-batch-tokens N belong together: give both, or "
                 "neither"
             )
-        self._check_transport()
+        if self.group_size is not None:
+            check_group_size(self.group_size, self.average or "local")
+        check_mean(self.mean, self.average or "local")
         if self.resume and self.run is None:
             raise ConfigError("--resume needs the name of the run: --run NAME --resume")
-
-    def _check_transport(self) -> None:
-        if self.group_size is not None:
-            check_group_size(self.group_size, self.average or "local", self.transport or "streams")
-        check_mean(self.mean, self.average or "local")
-        if self.transport is not None:
-            check_transport(self.transport, self.wire, clipped=self.mean == "clipped")
-        chosen = self.run_key is not None or self.allow is not None
-        check_audited(self.transport, closed=chosen or is_this_machine(self.listen_host))
-        if self.upload_limit is not None and self.transport == "gloo":
-            raise ConfigError(
-                "--upload-limit does not limit --transport gloo; leave one of them out"
-            )

@@ -15,7 +15,7 @@ from atomtrain.errors import ConfigError, SwarmError
 from atomtrain.settings import asked_of, chosen, declared
 from atomtrain.swarm.anchors.updates import OUTERS, OVERLAP_WEIGHTS, outer_named
 from atomtrain.swarm.membership.config import SwarmConfig, relay_limit_of
-from atomtrain.swarm.membership.rules import Rules, usual_wire
+from atomtrain.swarm.membership.rules import Rules
 from atomtrain.swarm.transport.endpoint import Endpoint
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe
@@ -190,7 +190,6 @@ def _rules(options: TrainOptions, steps_per_round: int, fragments: int) -> Rules
     name = options.outer or OUTERS[0]
     outer = outer_named(name, steps_per_round, fragments)
     settings: dict[str, Any] = {
-        "wire": usual_wire(options.transport),
         **chosen(options, Rules),
         "local_steps_per_round": steps_per_round,
     }
@@ -230,7 +229,7 @@ def with_rules(options: TrainOptions, rules: Mapping[str, Any]) -> TrainOptions:
     }
     del kept["local_steps"]  # the recipe has them
     # Another way to average has another size of groups, where 0 is one, too, and another mean.
-    as_before = not (options.transport or options.average)
+    as_before = not options.average
     for name in ("group_size", "mean"):
         kept[name] = rules.get(name) if as_before else None
     missing = {name: value for name, value in kept.items() if getattr(options, name) is None}

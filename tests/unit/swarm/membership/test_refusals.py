@@ -8,19 +8,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, Snapshot, digest_of
+from atomtrain.swarm.anchors.anchors import Anchor, Origin, Snapshot
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.catchup import fetching
 from atomtrain.swarm.catchup.fetching import send_anchor
 from atomtrain.swarm.codecs.codec import codec_named
-from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.rounds.commitments import group_digest
 from atomtrain.swarm.rounds.exchange import Exchange
-from atomtrain.swarm.rounds.exchange_setup import ExchangeResult, ExchangeSetup
-from atomtrain.swarm.rounds.making import Made
-from atomtrain.swarm.rounds.owning import SliceMean
-from atomtrain.swarm.rounds.round_member import RoundMember
+from atomtrain.swarm.rounds.exchange_setup import ExchangeSetup
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import (
     OPENING_BYTES_MAX,
@@ -28,10 +24,8 @@ from atomtrain.swarm.transport.messages import (
     AskAnchor,
     BadMessage,
     Begin,
-    Commit,
     Contribution,
     Decline,
-    Held,
     Invite,
     Mean,
     Open,
@@ -182,51 +176,6 @@ def test_a_leader_begins_the_round_that_it_called_to(its_own: bool) -> None:
         began_another = "the leader began another round"
         assert [report.outcome for report in peer.reports[-1:]] == ["abandoned"]
         assert (peer.reports[-1].reason == began_another) is not its_own
-
-    run_virtual(scenario)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_leader_commits_what_was_made_as_a_whole_or_nothing_of_it(
-    monkeypatch: pytest.MonkeyPatch, whole: bool
-) -> None:
-    """As Gloo makes it: the new anchor has a hash, which a part of the slices cannot have."""
-
-    async def made_by_gloo(self: RoundMember, snapshot: Snapshot, begin: Begin) -> ExchangeResult:
-        values = snapshot.anchor.values + 0.25
-        made = Made(
-            values, None, digest_of(values, None), (Part(Span(0, 8), frozenset({"a", "b"})),)
-        )
-        means: list[SliceMean | None] = [
-            SliceMean(values[start : start + 4], (0, 1), f"mean {start}", 1.0) for start in (0, 4)
-        ]
-        return ExchangeResult(means, [], values, made=made)
-
-    monkeypatch.setattr(RoundMember, "_exchange", made_by_gloo)
-
-    async def scenario() -> None:
-        peer = await idle_pair()
-        invite, leader, following = invited(peer)
-        ready = await leader.receive(Ready, 3.0)
-        begin = replace(
-            BEGIN, round_id=invite.round_id, weights=(ready.weight, 0), exchange_s=2.0,
-            version=ready.version, tokens=ready.tokens,
-        )  # fmt: skip
-        await leader.send(begin)
-        held = await leader.receive(Held, 3.0)
-        assert held.digests == ("mean 0", "mean 4")
-        before = peer.fragments[0].clone()
-        await leader.send(Commit(slices=(0, 1) if whole else (1, 1), absent=()))
-        assert not await following
-        await asyncio.sleep(2)  # the next boundary takes report and merge
-        anchor = peer.service.context.mailbox.stamp(0)
-        assert anchor is not None
-        assert (anchor.version == begin.version + 1) is whole
-        assert bool((peer.fragments[0] == before).all()) is not whole
-        if not whole:
-            assert peer.reports[-1].outcome == "abandoned"
-            why = "the leader committed a part of what was made as a whole"
-            assert peer.reports[-1].reason == why
 
     run_virtual(scenario)
 

@@ -122,8 +122,7 @@ def test_group_size_is_a_rule_of_the_run() -> None:
     assert swarm_config(run="r", group_size=8).rules.group_size == 8
     assert swarm_config(run="r", average="gradient", target_batch_tokens=9).rules.group_size == 0
     for wrong in ({"group_size": 2}, {"group_size": -1},
-                  {"group_size": 8, "average": "gradient", "target_batch_tokens": 9},
-                  {"group_size": 8, "transport": "gloo", "wire": "float32"}):  # fmt: skip
+                  {"group_size": 8, "average": "gradient", "target_batch_tokens": 9}):  # fmt: skip
         with pytest.raises(ConfigError, match="group-size"):
             swarm_config(run="r", **wrong)  # type: ignore[arg-type]
 
