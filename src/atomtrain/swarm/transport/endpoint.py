@@ -27,11 +27,6 @@ def _check_identity(_: str, path: Path) -> None:
         Identity.load(path)
 
 
-def is_this_machine(host: str) -> bool:
-    """Say whether nobody on another machine can dial who listens there."""
-    return host == "localhost" or host.startswith("127.")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """What a transport is told. Fields with a help text are options of `atom train`."""
