@@ -13,9 +13,8 @@ from atomtrain.engine.state.residents import Copy
 from atomtrain.planning import Shape
 from atomtrain.planning.cost.costing import Costing, Steps
 from atomtrain.planning.plan.layout import Layout
-from atomtrain.planning.plan.schedule import evaluation_visits, training_visits
-from atomtrain.planning.search.residency import Residency
-from atomtrain.planning.search.space import Space
+from atomtrain.planning.plan.shape import evaluation_visits, training_visits
+from atomtrain.planning.search.space import Residency, Space
 from tests.golden.engine.test_disk import FACTORIES
 from tests.golden.engine.test_disk import gpt as disk_gpt
 from tests.golden.engine.test_disk import swap as swap_on_disk

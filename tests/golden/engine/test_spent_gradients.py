@@ -14,9 +14,9 @@ from atomtrain.errors import ConfigError, PlanError
 from atomtrain.optimizers import AdamW
 from atomtrain.planning import Shape
 from atomtrain.planning.cost.timeline import VisitTime, step_spans
-from atomtrain.planning.plan.gradient_staging import ROOMS, host_gradients
+from atomtrain.planning.plan.layout import ROOMS, host_gradients
 from atomtrain.planning.plan.plan import Request
-from atomtrain.planning.plan.schedule import training_visits
+from atomtrain.planning.plan.shape import training_visits
 from tests.golden.engine.test_early_pieces import SHAPES as EARLY_SHAPES
 from tests.support.planning_models import use_shape
 from tests.support.reference import twin

@@ -8,8 +8,15 @@ import itertools
 import pytest
 
 from atomtrain.errors import PlanError
-from atomtrain.planning.plan.schedule import Phase, Visit, evaluation_visits, training_visits
-from atomtrain.planning.plan.shape import Layers, Shape
+from atomtrain.planning.plan.shape import (
+    Layers,
+    Phase,
+    Shape,
+    Visit,
+    evaluation_visits,
+    training_visits,
+)
+from tests.support.planning_models import check_shape
 
 SIZES = [(s, k) for s in range(1, 13) for k in range(1, 4)]
 
@@ -111,7 +118,7 @@ def test_graphs_that_wait_are_marked_on_their_way_up_and_down() -> None:
 )
 def test_impossible_shapes_are_refused(shape: Shape, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        shape.check(4, 5)
+        check_shape(shape, 4, 5)
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])

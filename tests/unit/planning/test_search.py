@@ -24,7 +24,7 @@ from atomtrain.errors import PlanError
 from atomtrain.planning import Layout, Machine, Plan, Request, Shape, make_plan
 from atomtrain.planning.cost.costing import Costing, Given, Steps
 from atomtrain.planning.cost.memory import MemoryModel
-from atomtrain.planning.cost.saved import SavedTensors
+from atomtrain.planning.cost.segments import SavedTensors
 from atomtrain.planning.plan.disk import KINDS, DiskRequest, OnDisk, choices, disk_use, two_moments
 from atomtrain.planning.plan.shape import Activation
 from atomtrain.planning.search import choice as choice_module
@@ -34,6 +34,7 @@ from atomtrain.planning.search.choice import AS_FAST, Choice, fastest_of, leanes
 from atomtrain.planning.search.minimum_memory import least_device_bytes
 from atomtrain.planning.search.slot_sizes import Mixing
 from atomtrain.planning.search.space import Space
+from tests.support.planning_models import check_shape
 
 MOST_KINDS = 4
 
@@ -234,7 +235,7 @@ def all_shapes(space: Space, built: Built, request: Request) -> Iterator[Shape]:
                     for activations in all_activations(built, request, forward, backward):
                         where = resident, 0, activations, there, early
                         shape = Shape(forward, backward, k, g, boundary, *where)  # type: ignore[arg-type]
-                        shape.check(count, layout.blocks)
+                        check_shape(shape, count, layout.blocks)
                         yield shape
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from atomtrain.analysis import Chain, Layer, chain_of, layer_costs
 from atomtrain.planning.cost.host import HostTime, host_choices, host_time
-from atomtrain.planning.cost.traffic import Traffic, between
+from atomtrain.planning.cost.tables import Traffic, between
 from atomtrain.planning.plan.disk import disk_use
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.machine import Machine

@@ -67,7 +67,6 @@ class Saving:
         return again_s, np.minimum(again_s, sent_s)
 
     def _saved(self, order: NDArray[np.intp]) -> tuple[Array, Array]:
-        """Return bytes that are kept and seconds that they save, of more and more layers."""
         return (
             np.concatenate(([0.0], np.cumsum(self._n_bytes[order]))),
             np.concatenate(([0.0], np.cumsum(self._forward_s[order]))),
@@ -111,7 +110,6 @@ class Reach:
 
     @property
     def done(self) -> bool:
-        """Whether the first layer is reached."""
         return bool((self.keeping[:, 0] >= 0).any() or self.rest[:, 0].any())
 
 
@@ -167,7 +165,6 @@ class Rooms:
         return Room(segments, self.turn(slot_sizes, device_bytes))
 
     def turn(self, slot_sizes: Sequence[int], device_bytes: int) -> Bytes:
-        """Return `Room.turn` of the room with slots of these sizes."""
         left = device_bytes - self._space.held_bytes(self._family, slot_sizes[0])
         sizes = self._segment_bytes[:, -1]
         turn = np.where(sizes <= slot_sizes[-1], left - self._work.turn, -1.0)
@@ -186,7 +183,6 @@ class Rooms:
         return self._space.costing.segment_bytes(frozenset(self._family.resident))
 
     def works(self, room: Room) -> bool:
-        """Return whether there is any plan with this room."""
         here = Reach(self._layers)
         for window in (False, True):
             here.keeping[int(window)] = room.turn  # the window is for the visits below
@@ -203,7 +199,6 @@ class Rooms:
         return here.done
 
     def _reach(self, here: Reach, there: Reach, cut: int, room: Room) -> None:
-        """Note where one more segment leads from a cut."""
         starts = slice(None, cut)
         recompute, keep, offload = room.segments[:, starts, cut]
         for window in (0, 1):

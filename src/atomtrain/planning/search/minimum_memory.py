@@ -51,7 +51,6 @@ class _Busy:
         self._least: dict[tuple[Boundary, bool], int] = {}
 
     def least(self, family: Family) -> int:
-        """Return bytes that each plan needs beside what it holds."""
         key = family.boundary, bool(family.on_device)
         if key not in self._least:
             self._least[key] = self._of(self._space.work(family))
@@ -99,7 +98,6 @@ def _least_mixed(space: Space, family: Family, least: int, best: float) -> float
 
 
 def _least_work(space: Space, family: Family, slot_bytes: int) -> float:
-    """Return the least that the busiest visit needs beside slots of a given size."""
     work = space.work(family)
     sizes = space.costing.segment_bytes(frozenset(family.resident))
     fitting = sizes <= slot_bytes
