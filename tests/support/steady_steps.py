@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from atomtrain.planning.cost.timeline import VisitTime
-from atomtrain.planning.plan.schedule import Visit
+from atomtrain.planning.plan.shape import Visit
 
 _STEPS = 12
 

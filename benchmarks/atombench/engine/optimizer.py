@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from atombench.common import BenchmarkOptions, Result, description, progress, require_positive
-from atomtrain.optimizers import BYTES_PER_PARAMETER, MASTER_BYTES, SGD, AdamW, Muon
+from atomtrain.optimizers import BYTES_PER_PARAMETER, MASTER_BYTES, SGD, AdamW, Muon, adamw, sgd
 
 _PASSES = 3
 """Over what is of the parameter's size: it is read and written, its gradient is read."""
@@ -211,7 +211,11 @@ def _path(candidate: _Candidate) -> str:
     """Return who does the arithmetic: the compiled core, or PyTorch."""
     parameter = _parameter(torch.zeros(1, 1), torch.zeros(1, 1), candidate.dtype)
     optimizer = candidate.make([parameter])
-    return optimizer.path_of(parameter) if isinstance(optimizer, AdamW | SGD) else "torch"
+    known = {AdamW: adamw.PATHS, SGD: sgd.PATHS}
+    if not isinstance(optimizer, AdamW | SGD):
+        return "torch"
+    group = optimizer.param_groups[0]
+    return known[type(optimizer)].name(parameter, group, optimizer.scaling)
 
 
 def _measure(setup: OptimizerSetup) -> dict[str, list[float]]:

@@ -93,7 +93,7 @@ def measure_steps(case: PlanCase, rounds: int, steps: int, warmup_steps: int) ->
         "resident_blocks": len(plan.resident_blocks),
         "device_blocks": len(plan.shape.device_blocks),
         "host_layers": plan.host_layers,
-        "recomputed_layers": plan.recomputed_layers,
+        "recomputed_layers": len(plan.recomputed),
         "boundary": plan.boundary,
     }
 

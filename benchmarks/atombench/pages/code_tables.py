@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from atombench.pages import table
 from atomtrain.cli.completion import all_parsers, options_of
 from atomtrain.planning import catalogue
-from atomtrain.planning.catalogue import GPUS, HOSTS, Source, pcie_bytes_per_s
-from atomtrain.planning.disk_catalogue import DISKS
+from atomtrain.planning.catalogue import DISKS, GPUS, HOSTS, Source, pcie_bytes_per_s
 
 _TYPES = ("fp32", "tf32", "fp16", "bf16")
 _COMMANDS = """# Commands

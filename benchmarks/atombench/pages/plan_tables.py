@@ -22,7 +22,7 @@ from atomtrain.planning.catalogue import HOSTS, Gpu, gpu, machine_for
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.machine import Machine
 from atomtrain.planning.plan.plan import Request
-from atomtrain.planning.plan.schedule import training_visits
+from atomtrain.planning.plan.shape import training_visits
 from atomtrain.planning.search.batch_search import Analysis, Prospect, Workload
 from atomtrain.planning.search.search import least_budget_bytes, make_plan
 from atomtrain.training.config.optimizing import named_optimizer, precision_of

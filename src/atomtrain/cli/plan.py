@@ -292,7 +292,7 @@ def _place(options: PlanOptions) -> Place:
 def _with_disk(machine: Machine, text: str, *, again: bool) -> Machine:
     """Return the machine with a disk of the catalogue, or with that of a folder, measured."""
     from atomtrain.engine.calibration.disk_profile import disk_rates
-    from atomtrain.planning.disk_catalogue import DISKS, disk
+    from atomtrain.planning.catalogue import DISKS, disk
 
     folder = Path(text)
     if text.lower() in DISKS or not folder.is_dir():

@@ -44,10 +44,9 @@ from atomtrain.engine.updates.optimizer import (
 )
 from atomtrain.engine.updates.updates import Updates
 from atomtrain.errors import ConfigError
-from atomtrain.planning.plan.gradient_staging import host_gradients
-from atomtrain.planning.plan.layout import Layout
+from atomtrain.planning.plan.layout import Layout, host_gradients
 from atomtrain.planning.plan.machine import Machine
-from atomtrain.planning.plan.multi_device import share_of
+from atomtrain.planning.plan.updating import share_of
 from atomtrain.progress import Progress
 from atomtrain.units import parse_bytes
 

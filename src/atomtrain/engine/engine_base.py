@@ -30,10 +30,10 @@ from atomtrain.engine.state.precision import Masters, Part
 from atomtrain.engine.state.store import HostStore
 from atomtrain.engine.updates.updates import Combining, Updates
 from atomtrain.errors import ConfigError, StreamError
-from atomtrain.planning.plan.gradient_staging import host_gradients
-from atomtrain.planning.plan.multi_device import share_of
+from atomtrain.planning.plan.layout import host_gradients
 from atomtrain.planning.plan.plan import Plan
-from atomtrain.planning.plan.schedule import Visit
+from atomtrain.planning.plan.shape import Visit
+from atomtrain.planning.plan.updating import share_of
 
 
 class SegmentDone(NamedTuple):

@@ -16,14 +16,13 @@ from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError
-from atomtrain.planning.cost.costing import Given, spans_of, step_s_of
+from atomtrain.planning.cost.costing import Given, spans_of
 from atomtrain.planning.cost.timeline import Span
 from atomtrain.planning.plan.disk import DiskRequest, OnDisk, States, on_disk_up_to
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.machine import Machine
-from atomtrain.planning.plan.multi_device import shared_updates
 from atomtrain.planning.plan.plan import Plan, Request
-from atomtrain.planning.plan.updating import UpdateModel, two_moments
+from atomtrain.planning.plan.updating import UpdateModel, shared_updates, two_moments
 from atomtrain.planning.search.search import make_plan
 from atomtrain.progress import Progress
 from atomtrain.topology import allowed_cores
@@ -92,13 +91,7 @@ class Planner:
 
     def step_s(self, plan: Plan) -> float:
         """Return how long the plan expects a step to take."""
-        return step_s_of(
-            plan,
-            self.given,
-            states=self.states,
-            clips=self.options.waits,
-            updates=self._shared_updates(),
-        )
+        return max((span.end_s for span in self.spans(plan)), default=0.0)
 
     @property
     def given(self) -> Given:

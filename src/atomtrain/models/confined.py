@@ -28,8 +28,80 @@ from typing import Any, NoReturn
 
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from atomtrain.errors import ConfigError
-from atomtrain.models.quantisation import check_method
+from atomtrain.errors import ConfigError, nearest
+
+_BITS = {"gptq": (2, 4, 8), "awq": (4,)}
+METHODS = ("fp8", "mxfp4", "bitsandbytes", *_BITS)
+_INSTEAD = "give another copy, or the model that it was made from"
+
+
+def check_method(settings: object, what: str) -> None:
+    """Refuse what cannot be read.
+
+    Args:
+        settings: The `quantization_config`.
+        what: How messages call its file.
+
+    Raises:
+        ConfigError: the method or its layout is not known here.
+    """
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    if not isinstance(settings, Mapping) or method not in METHODS:
+        raise ConfigError(
+            f"the model of {what} is quantised by {str(method)[:40]!r}, which is not read here."
+            f"{nearest(str(method), METHODS)} Methods: {', '.join(METHODS)}; {_INSTEAD}"
+        )
+    if method == "fp8":
+        _check_block(settings.get("weight_block_size"), what)
+    if method in _BITS:
+        _check_known("bits", settings.get("bits"), _BITS[method], what)
+        _check_group(settings.get("group_size", -1), what)
+    if method == "awq":
+        _check_known("version", settings.get("version", "gemm"), ("gemm", "GEMM"), what)
+    if method == "gptq":
+        key = "checkpoint_format"
+        _check_known(key, settings.get(key, "gptq"), ("gptq", "gptq_v2"), what)
+
+
+def quantisation_of(stored: object, what: str) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a configuration; `None` if it has none.
+
+    Raises:
+        ConfigError: as `check_method`.
+    """
+    settings = stored.get("quantization_config") if isinstance(stored, Mapping) else None
+    if settings is None:
+        return None
+    check_method(settings, what)
+    return dict(settings)
+
+
+def _check_known(key: str, value: object, known: tuple[Any, ...], what: str) -> None:
+    if value not in known:
+        raise ConfigError(
+            f"{what} says {key} {str(value)[:40]!r} of its quantised weights; read are "
+            f"{', '.join(str(each) for each in known)}: {_INSTEAD}"
+        )
+
+
+def _check_block(block: object, what: str) -> None:
+    if block is None:
+        return
+    sizes = block if isinstance(block, list | tuple) else ()
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise ConfigError(
+            f"{what} says weight_block_size {str(block)[:40]!r}; it must be two positive whole "
+            "numbers, such as [128, 128]: correct it"
+        )
+
+
+def _check_group(group: object, what: str) -> None:
+    if type(group) is not int or not (group == -1 or group > 0):
+        raise ConfigError(
+            f"{what} says group_size {str(group)[:40]!r}; it must be a positive whole number, or "
+            "-1 for all inputs: correct it"
+        )
+
 
 ATTENTION = (None, "eager", "sdpa")
 EXPERTS = (None, "eager", "grouped_mm", "batched_mm")
@@ -159,7 +231,6 @@ def _check(key: str, value: Any, what: str) -> None:
 
 
 def _check_choice(key: str, value: Any, what: str) -> None:
-    """Refuse a value, or one of those for each part of the model, that is not in the list."""
     allowed = _IMPLEMENTATIONS[key]
     for one in value.values() if isinstance(value, Mapping) else [value]:
         if one not in allowed:
@@ -170,7 +241,6 @@ def _check_choice(key: str, value: Any, what: str) -> None:
 
 
 def _check_size(key: str, value: Any, what: str, least: int, most: int) -> None:
-    """Refuse a number that no model has; where parts differ there is a list of them."""
     for one in value if isinstance(value, list | tuple) else [value]:
         if one is None and least == 0:
             continue

@@ -2,6 +2,9 @@
 
 Source: Brown et al. 2020, section 2.1 (which refers to GPT-2); dense attention in every layer.
 
+Documents that share a sequence do not see each other: *documents* are `[B, T]` integers, the same
+number for all positions of one document, which lies in one piece.
+
 Shapes: B sequences, T tokens, D width, H heads, K head width, V vocabulary.
 """
 
@@ -21,7 +24,23 @@ from atomtrain.analysis.head.pieces import linear_cross_entropy
 from atomtrain.analysis.layers.chain import Layer
 from atomtrain.errors import ConfigError
 from atomtrain.models.gpt_config import GPTConfig
-from atomtrain.models.packing import own_past, places
+
+
+def places(documents: Tensor) -> Tensor:
+    """Return the place of each position within its document, `[B, T]` int64, from 0."""
+    index = torch.arange(documents.shape[-1], device=documents.device)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = torch.where(begins, index, 0).cummax(-1).values
+    return index - starts
+
+
+def own_past(documents: Tensor) -> Tensor:
+    """Return what each position may see, `[B, 1, T, T]` bool: its document up to itself."""
+    length = documents.shape[-1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same & causal
 
 
 class GPTOutput(NamedTuple):
@@ -42,11 +61,9 @@ class Past:
 
     @property
     def length(self) -> int:
-        """Tokens that were seen."""
         return 0 if self.key is None else self.key.shape[2]
 
     def extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all tokens, with those of new ones."""
         if self.key is not None and self.value is not None:
             key, value = torch.cat((self.key, key), 2), torch.cat((self.value, value), 2)
         self.key, self.value = key, value
@@ -226,7 +243,6 @@ class GPT(nn.Module):
         return self.embedding.token
 
     def chain_layers(self) -> list[Layer]:
-        """Return embedding, blocks and head."""
         return self.layers_given(())
 
     def layers_given(self, given: Sequence[str]) -> list[Layer]:
@@ -253,7 +269,7 @@ class GPT(nn.Module):
         Args:
             input_ids: `[B, T]` int64, `T` at most the context.
             labels: `[B, T]` int64, the next token at each position.
-            documents: `[B, T]` integers, the document of each position (`atomtrain.models.packing`)
+            documents: `[B, T]` integers, the document of each position (`atomtrain.models.gpt`)
                 where those of a sequence must not see each other; `None`: they do.
         """
         hidden = self.embedding(input_ids, documents)

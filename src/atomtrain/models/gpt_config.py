@@ -1,10 +1,19 @@
-"""Sizes of a GPT, and those that have a name; needs no torch, so mistakes are told at once."""
+"""Sizes of a GPT, those that have a name, and the same model as Hugging Face's GPT-2.
+
+Needs no torch, so mistakes are told at once. GPT-2 has other names, and its linear maps are
+transposed: `Conv1D` of `transformers.models.gpt2` keeps `[inputs, outputs]`.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from atomtrain.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MOST = 1 << 31
 _MOST_LAYERS = 4096
@@ -13,8 +22,6 @@ _MOST_LAYERS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Sizes of a GPT."""
-
     layers: int
     """Number of blocks."""
     width: int
@@ -86,3 +93,64 @@ def preset(name: str) -> GPTConfig:
         raise ConfigError(
             f"there is no model {name!r}.{nearest(name, PRESETS)} Models: {', '.join(PRESETS)}"
         ) from None
+
+
+_FIXED = {
+    "embedding.token.weight": "transformer.wte.weight",
+    "embedding.position.weight": "transformer.wpe.weight",
+    "head.norm.weight": "transformer.ln_f.weight",
+    "head.norm.bias": "transformer.ln_f.bias",
+}
+_IN_BLOCK = {
+    "attention_norm": "ln_1",
+    "qkv": "attn.c_attn",
+    "attention_out": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp_in": "mlp.c_fc",
+    "mlp_out": "mlp.c_proj",
+}
+_BLOCK = re.compile(r"blocks\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+def gpt2_name(name: str) -> str:
+    if name in _FIXED:
+        return _FIXED[name]
+    match = _BLOCK.fullmatch(name)
+    assert match is not None, name
+    return f"transformer.h.{match[1]}.{_IN_BLOCK[match[2]]}.{match[3]}"
+
+
+def gpt2_tensor(name: str, tensor: Tensor) -> Tensor:
+    """Return one of a GPT's parameters as GPT-2 has it; `name` is the GPT's."""
+    match = _BLOCK.fullmatch(name)
+    return tensor.T.contiguous() if match is not None and tensor.ndim == 2 else tensor
+
+
+def gpt2_config(sizes: GPTConfig, separator: int) -> dict[str, Any]:
+    """Return the content of a `config.json`.
+
+    Raises:
+        ConfigError: GPT-2 has no such sizes.
+    """
+    if sizes.heads * sizes.head_width != sizes.width:
+        raise ConfigError(
+            f"{sizes.heads} heads of {sizes.head_width} are not as wide as the model's "
+            f"{sizes.width}, which Hugging Face's GPT-2 cannot express; keep the checkpoint"
+        )
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "activation_function": "gelu_new",
+        "vocab_size": sizes.vocabulary,
+        "n_positions": sizes.context,
+        "n_embd": sizes.width,
+        "n_layer": sizes.layers,
+        "n_head": sizes.heads,
+        "embd_pdrop": sizes.dropout,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": sizes.dropout,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": separator,
+        "eos_token_id": separator,
+    }

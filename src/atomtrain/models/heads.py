@@ -27,7 +27,6 @@ _ONE_CLASS = "single_label_classification"
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """Return whether the content of a `config.json` says that the model has such a head."""
     named = config.get("architectures")
     return isinstance(named, list | tuple) and any(str(name).endswith(_SUFFIX) for name in named)
 
@@ -64,7 +63,6 @@ def labels_of(config: Mapping[str, Any]) -> list[str] | None:
 
 
 def numbers_of_labels(labels: Sequence[str]) -> dict[str, int]:
-    """Return the number of each label; where labels are only numbered, numbers are labels too."""
     found = {label: number for number, label in enumerate(labels)}
     if list(labels) == _unnamed(len(labels)):
         found |= {str(number): number for number in range(len(labels))}
@@ -72,7 +70,6 @@ def numbers_of_labels(labels: Sequence[str]) -> dict[str, int]:
 
 
 def _unnamed(count: int) -> list[str]:
-    """Return what transformers calls labels that nobody has named."""
     return [f"LABEL_{number}" for number in range(count)]
 
 
@@ -165,7 +162,6 @@ class NewHead(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, seed: int) -> NewHead:
-        """Return that of a model, which may be on the meta device."""
         std = getattr(model.config, "initializer_range", _USUAL_STD)
         if not isinstance(std, int | float) or not 0 < std < 1:
             std = _USUAL_STD
@@ -178,5 +174,4 @@ class NewHead(NamedTuple):
         return torch.randn(self.shape, generator=generator) * self.std
 
     def read_into(self, files: object, target: Tensor) -> None:
-        """Fill a tensor on the CPU."""
         target.copy_(self.read(files))

@@ -28,6 +28,7 @@ from atomtrain.models.confined import (
     confined,
     numbers_of,
     parts_within,
+    quantisation_of,
 )
 from atomtrain.models.gpt_config import PRESETS
 from atomtrain.models.heads import check_head, is_classifier, labels_of
@@ -37,7 +38,6 @@ from atomtrain.models.image_text import (
     TOWERS,
     reads_images,
 )
-from atomtrain.models.quantisation import quantisation_of
 from atomtrain.models.weights.files import files_of
 
 CONFIG_FILE = "config.json"
@@ -89,7 +89,6 @@ class HuggingFaceConfig:
 
     @property
     def reads_images(self) -> bool:
-        """Whether it takes images beside text."""
         return reads_images(self.config)
 
     def __post_init__(self) -> None:
@@ -178,7 +177,6 @@ def _from_hub(name: str, weights: bool) -> Path:
 
 
 def _missing(folder: Path, weights: bool) -> str:
-    """Return what a folder lacks of a model."""
     if not (folder / CONFIG_FILE).is_file():
         return f"no {CONFIG_FILE}"
     if weights:
@@ -277,7 +275,6 @@ def build_random(sizes: HuggingFaceConfig, what: str = "the configuration") -> n
 
 
 def _maker_of(sizes: HuggingFaceConfig) -> Any:
-    """Return what makes a model of a configuration object."""
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForImageTextToText,

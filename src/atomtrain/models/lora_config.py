@@ -72,7 +72,6 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """By what an adapter's output is multiplied."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
     @property
@@ -88,7 +87,6 @@ class LoraConfig:
 
 
 def rounds_of(init: str) -> int | None:
-    """Return N of `pissa_niter_N`, `None` for another."""
     found = _ROUNDS.fullmatch(init)
     return None if found is None else int(found[1])
 

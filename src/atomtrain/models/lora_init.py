@@ -75,7 +75,6 @@ def drawn(shape: torch.Size, seed: str) -> Tensor:
 
 
 def _main_part(weight: Tensor, config: LoraConfig, seed: str) -> tuple[Tensor, Tensor]:
-    """Return the factors `[O, r]` and `[r, I]` of the part, before any scale."""
     if config.init == OLORA:
         q, _ = torch.linalg.qr(weight[:, : config.r])
         return q, q.mT @ weight
@@ -111,7 +110,6 @@ def _vectors(weight: Tensor, r: int, rounds: int | None, seed: str) -> tuple[Ten
 
 
 def _close(squares: Tensor, r: int) -> bool:
-    """Return whether the last value that is taken is as the first that is not, and counts."""
     taken, left, largest = squares[-r], squares[-r - 1], squares[-1] * _LEAST_GAP
     return bool(taken > largest and taken - left < largest)
 

@@ -20,9 +20,8 @@ from atomtrain.models.gpt import GPT
 from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import HuggingFaceConfig, build, build_random
 from atomtrain.models.image_text import freeze_tower
-from atomtrain.models.lora import LoraLinear, add_adapters
+from atomtrain.models.lora import ExpertAdapter, LoraLinear, add_adapters
 from atomtrain.models.lora_config import LoraConfig
-from atomtrain.models.lora_experts import ExpertAdapter
 
 Sizes = GPTConfig | HuggingFaceConfig
 _MOST_PARAMETERS = 150_000_000
@@ -156,6 +155,5 @@ def _divided(name: str, value: Any, divisor: int) -> Any:
 
 
 def _heads_of(config: Any) -> int:
-    """Return the number of attention heads, 0 if a configuration does not say it."""
     found = (config.get(name) for name in _HEADS) if isinstance(config, Mapping) else ()
     return next((heads for heads in found if isinstance(heads, int)), 0)

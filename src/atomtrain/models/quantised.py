@@ -18,8 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from atomtrain.analysis.costs.storages import uncounted
 from atomtrain.errors import ConfigError
 from atomtrain.native import library, pool
-from atomtrain.native.library import address
-from atomtrain.native.updates import GRADIENTS
+from atomtrain.native.library import GRADIENTS, address
 
 _BLOCK = 64
 _NF4 = (
@@ -178,7 +177,6 @@ quantised_linear.register_autograd(_gradients, setup_context=_setup)
 
 
 def _flops(first: Any, codes: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Return the FLOPs of the product, forward or backward."""
     rows = 1
     for size in first[:-1]:
         rows *= size

@@ -45,7 +45,6 @@ def levels() -> list[str]:
 
 
 def library_path(level: str, folder: Path = HERE) -> Path:
-    """Return where the library of a level lies."""
     return folder / f"core_{level.lower()}.so"
 
 
@@ -106,7 +105,6 @@ def build(
 
 
 def main() -> int:
-    """Build beside the sources and say what was made."""
     try:
         for path in build():
             print(path)  # noqa: T201

@@ -1,4 +1,4 @@
-"""Loads the compiled kernels that fit this processor, or says why there are none."""
+"""The compiled kernels that fit this processor, and what `kernels/updates.h` declares."""
 
 from __future__ import annotations
 
@@ -62,6 +62,57 @@ def load(folder: Path) -> tuple[ctypes.CDLL | None, str]:
 
 
 def level() -> str:
-    """Return the level of this processor; levels are named as PyTorch names them."""
     named = torch.backends.cpu.get_cpu_capability()
     return named if named in ("AVX2", "AVX512") else "DEFAULT"
+
+
+BLOCK = 128
+"""Elements that pass at once; ranges begin at multiples of it."""
+_float, _int32, _int64, _pointer = ctypes.c_float, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+
+
+class Parameter(ctypes.Structure):
+    _fields_ = (
+        ("count", _int64),
+        *((name, _int32) for name in ("values_kind", "gradient_kind", "moments_kind", "clipped")),
+        *((name, _float) for name in ("coefficient", "factor")),
+        *((name, _pointer) for name in ("values", "master", "gradient", "first", "second")),
+        *((name, _pointer) for name in ("first_scale", "second_scale")),
+    )
+
+
+class AdamWNumbers(ctypes.Structure):
+    """What AdamW multiplies by in one step."""
+
+    _fields_ = tuple(
+        (name, _float)
+        for name in ("keep", "weight1", "beta2", "weight2", "root_correction", "eps", "step")
+    )
+
+
+class SGDNumbers(ctypes.Structure):
+    """What SGD multiplies by in one step."""
+
+    _fields_ = (
+        *((name, _float) for name in ("lr", "weight_decay", "momentum", "share")),
+        *((name, _int32) for name in ("nesterov", "first_step")),
+    )
+
+
+class Random(ctypes.Structure):
+    _fields_ = (("first", _pointer), ("second", _pointer))
+
+
+class Slices(ctypes.Structure):
+    _fields_ = (("elements", _int64), ("random", _pointer))
+
+
+VALUES = {
+    (torch.float32, "float32"): 0,
+    (torch.bfloat16, "float32"): 1,
+    (torch.bfloat16, "split"): 2,
+    (torch.float16, "float32"): 3,
+}
+"""Kinds of parameters, by their type and the format of the master."""
+GRADIENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MOMENTS = {"float32": 0, "bfloat16": 1, "int8": 2}

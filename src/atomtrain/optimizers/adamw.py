@@ -9,8 +9,8 @@ from torch import Tensor
 
 from atomtrain.optimizers import compiled, masters, moments
 from atomtrain.optimizers.base import HostOptimizer, check_adamw_group
+from atomtrain.optimizers.compiled import Paths
 from atomtrain.optimizers.moments import check_state, new_state, part_bytes
-from atomtrain.optimizers.paths import Paths
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
@@ -70,10 +70,6 @@ class AdamW(HostOptimizer):
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         PATHS.update(parameter, gradient, self.state[parameter], group, self.scaling)
-
-    def path_of(self, parameter: Tensor) -> str:
-        """Return who updates a parameter that has a gradient now: `compiled` or `torch`."""
-        return PATHS.name(parameter, self._group_of(parameter), self.scaling)
 
     def _parts(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, int]:
         return part_bytes(parameter, group["state"])

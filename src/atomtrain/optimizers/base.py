@@ -12,9 +12,8 @@ from torch import Tensor
 
 from atomtrain.errors import ConfigError
 from atomtrain.optimizers import masters
-from atomtrain.optimizers.masters import STREAMS, check_master, check_stream, free_scratch
+from atomtrain.optimizers.masters import STREAMS, Scaling, check_master, check_stream, free_scratch
 from atomtrain.optimizers.moments import check_format
-from atomtrain.optimizers.paths import Scaling
 
 _DTYPES = (torch.float32, *STREAMS)
 _UNKNOWN = ("maximize", "amsgrad")
@@ -122,10 +121,6 @@ class HostOptimizer(torch.optim.Optimizer):
             parts[masters.KEYS[master]] = int(masters.MASTER_BYTES[master]) * parameter.numel()
         return parts
 
-    def path_of(self, parameter: Tensor) -> str:
-        """Return who updates a parameter that has a gradient now: `compiled` or `torch`."""
-        return "torch"
-
     def scratch_bytes(self, *, on_gpu: bool = False) -> int:
         """Return the bytes of scratch memory that updates need, beside the state; `on_gpu` more is
         updated at once."""
@@ -139,7 +134,6 @@ class HostOptimizer(torch.optim.Optimizer):
         )
 
     def free_scratch(self) -> None:
-        """Free the scratch that the calling thread keeps for its next update."""
         free_scratch()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -166,19 +160,17 @@ class HostOptimizer(torch.optim.Optimizer):
                 }
 
     def _check(self, group: dict[str, Any]) -> None:
-        """Raise a `ConfigError` if the group, or an argument in it, is wrong."""
         raise NotImplementedError
 
+    # The state is made if there is none.
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Update a parameter, and the state, which is made if there is none."""
         raise NotImplementedError
 
+    # Bytes of each tensor of the state but the master.
     def _parts(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, int]:
-        """Return the bytes of each tensor of the state but the master."""
         raise NotImplementedError
 
     def _scratch_bytes(self, parameter: Tensor, group: dict[str, Any], *, on_gpu: bool) -> int:
-        """Return the bytes that the update of a parameter needs for a while."""
         raise NotImplementedError
 
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:
@@ -192,7 +184,6 @@ class HostOptimizer(torch.optim.Optimizer):
 
 
 def check_adamw_group(group: Mapping[str, Any]) -> None:
-    """Raise a `ConfigError` if a number of AdamW is out of range."""
     check_rates(group)
     betas = group["betas"]
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
@@ -206,14 +197,12 @@ def check_adamw_group(group: Mapping[str, Any]) -> None:
 
 
 def check_rates(group: Mapping[str, Any]) -> None:
-    """Raise a `ConfigError` if learning rate or weight decay is out of range."""
     for name in ("lr", "weight_decay"):
         if not 0 <= float(group[name]) < math.inf:
             raise ConfigError(f"{name} must be at least 0 and finite, not {float(group[name])}")
 
 
 def check_momentum(group: Mapping[str, Any]) -> None:
-    """Raise a `ConfigError` if the momentum is out of range."""
     if not 0 <= group["momentum"] < 1:
         raise ConfigError(f"momentum must be at least 0 and below 1, not {group['momentum']}")
 

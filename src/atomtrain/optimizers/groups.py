@@ -130,7 +130,6 @@ def layer_groups(
 
 
 def set_learning_rate(groups: Iterable[Group], lr: float) -> None:
-    """Set the learning rate of an optimizer's groups, each by its own factor."""
     for group in groups:
         group["lr"] = lr * group.get(FACTOR, 1.0)
 
@@ -178,7 +177,6 @@ def _embeddings(model: Source) -> set[int]:
 
 
 def _trainable(source: Source) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield each trainable parameter once; a shared one under its first name."""
     items = source.named_parameters() if isinstance(source, nn.Module) else source
     seen: set[int] = set()
     for item in items:

@@ -33,7 +33,7 @@ Updates compute in float32 *scratch*, through which narrow numbers pass; each th
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +53,19 @@ STREAMS = (torch.bfloat16, torch.float16)
 _local = threading.local()
 
 
+class Scaling(NamedTuple):
+    """What gradients are multiplied by on their way into an update."""
+
+    factor: float = 1.0
+    """Of parameters with masters, in float32; after the coefficient."""
+    coefficient: Tensor | None = None
+    """A single number; the product is rounded to the gradient's own type. `None` is 1."""
+
+
+UNSCALED = Scaling()
+
+
 def check_master(name: object) -> None:
-    """Raise a `ConfigError` if there is no such format."""
     if name not in KEYS:
         raise ConfigError(
             f"master {name!r} is no format of masters.{nearest(str(name), KEYS)} "
@@ -192,7 +203,6 @@ def scratch(
 
 
 def free_scratch() -> None:
-    """Free this thread's scratch, which it otherwise keeps for its next update."""
     _local.__dict__.clear()
 
 

@@ -23,10 +23,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from atomtrain.errors import ConfigError, nearest
-from atomtrain.optimizers import companding, masters, randomness
+from atomtrain.optimizers import companding, masters
 from atomtrain.optimizers.companding import BLOCK
-from atomtrain.optimizers.masters import narrowed, scratch, wide_buffers, widened
-from atomtrain.optimizers.paths import UNSCALED, Scaling
+from atomtrain.optimizers.masters import UNSCALED, Scaling, narrowed, scratch, wide_buffers, widened
 
 BYTES_PER_PARAMETER = {"float32": 8.0, "bfloat16": 4.0, "int8": 2 * (1 + 4 / BLOCK)}
 """Bytes of both moments of one parameter, by format."""
@@ -40,7 +39,7 @@ _DTYPES: dict[str, dict[str, torch.dtype]] = {
         "exp_avg_sq_scale": torch.float32,
     },
 }
-SLICE = randomness.SLICE
+SLICE = companding.SLICE
 _FIRST, _SECOND = 1, 2
 _UPPER_HALF = -(1 << 16)
 """The bits of a float32 that bfloat16 keeps."""
@@ -57,7 +56,6 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 def check_format(name: object) -> None:
-    """Raise a `ConfigError` if there is no such format."""
     if name not in _DTYPES:
         raise ConfigError(
             f"state {name!r} is no format of moments.{nearest(str(name), _DTYPES)} "
@@ -78,7 +76,6 @@ def new_state(parameter: Tensor, kind: str) -> dict[str, Tensor]:
 
 
 def part_bytes(parameter: Tensor, kind: str) -> dict[str, int]:
-    """Return the bytes of each tensor of a parameter's moments."""
     blocks = -(-parameter.numel() // BLOCK)
     return {
         key: dtype.itemsize * (blocks if key.endswith("_scale") else parameter.numel())
@@ -176,7 +173,6 @@ def adamw_update(
 
 
 def slices_at_once(device: torch.device) -> int:
-    """Return how many slices of a parameter on a device pass together."""
     return 1 if device.type == "cpu" else GPU_SLICES
 
 
@@ -211,7 +207,7 @@ def _random_passes(
     """
     if kind == "float32":
         return itertools.repeat(())
-    draw = randomness.offsets if kind == "bfloat16" else randomness.fractions
+    draw = companding.offsets if kind == "bfloat16" else companding.fractions
     if kind == "int8":
         count = -(-count // BLOCK) * BLOCK
 
@@ -246,7 +242,7 @@ def starts(seed: int, step: int, drawn: Sequence[int]) -> list[tuple[int, int]]:
     """
     begins = (index * SLICE for index in range(len(drawn)))
     return [
-        (randomness.start(*words, _FIRST), randomness.start(*words, _SECOND))
+        (companding.start(*words, _FIRST), companding.start(*words, _SECOND))
         for words in ((seed, step, begin, salt) for begin, salt in zip(begins, drawn, strict=True))
     ]
 
@@ -344,15 +340,12 @@ def _int8_pass(
 
 
 class _Space:
-    """The scratch of one update: most passes have the same number of elements."""
-
     def __init__(self, kind: str, device: torch.device) -> None:
         self._kind, self._device = kind, device
         self._count = 0
         self._scratch: list[Any] = []
 
     def of(self, count: int) -> list[Any]:
-        """Return the scratch for so many elements."""
         if count != self._count:
             self._count = count
             whole = -(-count // BLOCK) * BLOCK if self._kind == "int8" else count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -23,6 +23,19 @@ _BANDS, _LEAST_ROWS = 4, 512
 """Of a symmetric product so many bands of rows are computed, each up to its block of the diagonal:
 5/8 of it. More bands save little, since narrow ones are slower, and smaller matrices nothing."""
 _ALGORITHMS = ("muon", "adamw")
+
+
+class AdamWOptions(TypedDict, total=False):
+    """What of `AdamW` groups with `algorithm` `adamw` take."""
+
+    betas: tuple[float, float]
+    eps: float
+    state: str
+    seed: int
+    master: str
+
+
+_ADAMW = AdamWOptions(betas=(0.9, 0.95), eps=1e-8, state="float32", seed=0, master="float32")
 
 
 class Muon(HostOptimizer):
@@ -48,11 +61,7 @@ class Muon(HostOptimizer):
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        state: str = "float32",
-        seed: int = 0,
-        master: str = "float32",
+        **adamw: Unpack[AdamWOptions],
     ) -> None:
         """Make the optimizer; each argument but the first is the default of parameter groups.
 
@@ -60,28 +69,18 @@ class Muon(HostOptimizer):
             params: Groups with `params` and `algorithm`: `muon` (matrices only) or `adamw`.
             lr: Learning rate of both; at least 0.
             weight_decay: Decoupled, of both.
-            momentum: Of Muon; at least 0, below 1.
-            betas: Of AdamW.
-            eps: Of AdamW.
-            state: Format of AdamW's moments; Muon's momentum is float32.
-            seed: Of the random rounding of AdamW's moments.
-            master: Format of the masters of bfloat16 parameters, as AdamW has it.
+            momentum: Of Muon, whose momentum is float32; at least 0, below 1.
+            adamw: As `AdamW` takes them; `master` is that of Muon's matrices too.
 
         Raises:
             ConfigError: parameters without groups, a number out of range, or a parameter that is
                 no matrix in a group of Muon.
+            TypeError: another argument.
         """
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "betas": betas,
-            "eps": eps,
-            "state": state,
-            "seed": seed,
-            "master": master,
-        }
-        super().__init__(params, defaults)
+        if unknown := sorted(adamw.keys() - _ADAMW.keys()):
+            raise TypeError(f"Muon() got an unexpected keyword argument {unknown[0]!r}")
+        numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        super().__init__(params, {**numbers, **_ADAMW, **adamw})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; it may have its own value of every argument of the constructor.
@@ -98,7 +97,6 @@ class Muon(HostOptimizer):
         super().add_param_group(param_group)
 
     def flops_of(self, parameter: Tensor) -> int:
-        """Return the FLOPs of the matrix products in a parameter's update."""
         if self._group_of(parameter)["algorithm"] != "muon":
             return 0
         short, long = sorted(parameter.shape)

@@ -11,7 +11,6 @@ KINDS = ("constant", "cosine", "linear", "wsd")
 
 
 def check_kind(kind: str) -> None:
-    """Raise a `ConfigError` if there is no schedule of this kind."""
     if kind not in KINDS:
         raise ConfigError(
             f"there is no schedule {kind!r}.{nearest(kind, KINDS)} Schedules: {', '.join(KINDS)}"

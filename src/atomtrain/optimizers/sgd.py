@@ -11,8 +11,8 @@ from torch import Tensor
 from atomtrain.errors import ConfigError
 from atomtrain.optimizers import compiled, masters, moments
 from atomtrain.optimizers.base import HostOptimizer, check_momentum, check_rates
-from atomtrain.optimizers.masters import narrowed, wide_buffers, widened
-from atomtrain.optimizers.paths import UNSCALED, Paths, Scaling
+from atomtrain.optimizers.compiled import Paths
+from atomtrain.optimizers.masters import UNSCALED, Scaling, narrowed, wide_buffers, widened
 
 _MOMENTUM = "momentum_buffer"
 
@@ -78,10 +78,6 @@ class SGD(HostOptimizer):
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         PATHS.update(parameter, gradient, self.state[parameter], group, self.scaling)
-
-    def path_of(self, parameter: Tensor) -> str:
-        """Return who updates a parameter that has a gradient now: `compiled` or `torch`."""
-        return PATHS.name(parameter, self._group_of(parameter), self.scaling)
 
     def _parts(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, int]:
         return {_MOMENTUM: 4 * parameter.numel()} if group["momentum"] else {}

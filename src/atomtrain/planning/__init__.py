@@ -3,8 +3,7 @@
 from atomtrain.planning.plan.layout import Layout, Piece
 from atomtrain.planning.plan.machine import Machine
 from atomtrain.planning.plan.plan import Plan, Request
-from atomtrain.planning.plan.schedule import Phase, Visit, evaluation_visits, training_visits
-from atomtrain.planning.plan.shape import Shape
+from atomtrain.planning.plan.shape import Phase, Shape, Visit, evaluation_visits, training_visits
 from atomtrain.planning.search.search import make_plan
 
 __all__ = [

@@ -20,8 +20,6 @@ _DOUBLE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a plan is asked for."""
-
     machine: Machine
     workload: Workload
     card: Gpu | None = None
@@ -32,16 +30,12 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One thing that could be otherwise."""
-
     text: str
     setting: Setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A change and its predicted effect."""
-
     text: str
     speed_ratio: float
     """Tokens per second, changed to unchanged."""
@@ -187,7 +181,6 @@ def _devices(setting: Setting) -> list[Change]:
 
 
 def _with_disk_of(machine: Machine, other: Machine) -> Machine:
-    """Return the other machine with this one's disk."""
     return dataclasses.replace(
         other,
         storage_read_bytes_per_s=machine.storage_read_bytes_per_s,

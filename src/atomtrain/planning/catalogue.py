@@ -7,6 +7,7 @@ named constants below.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Mapping
@@ -58,8 +59,6 @@ _PCIE_ENCODING = 128 / 130
 
 
 class Source(NamedTuple):
-    """Where a figure was published."""
-
     title: str
     year: int
     url: str
@@ -67,8 +66,6 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Data-sheet figures of one GPU."""
-
     name: str
     """As `--gpu` takes it."""
     title: str
@@ -108,8 +105,6 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Host memory of one processor socket."""
-
     name: str
     memory_bytes_per_s: float
     """Peak of all channels."""
@@ -118,19 +113,9 @@ class Host:
     source: Source
 
 
-def named(entries: Mapping[str, T], what: str, many: str, name: str, otherwise: str = "") -> T:
-    """Return an entry of the catalogue, whatever the case of its name.
-
-    Args:
-        entries: By their names in lower case.
-        what: What one of them is called.
-        many: What all of them are called.
-        name: As the user gave it.
-        otherwise: What else the user can do, for the error.
-
-    Raises:
-        ConfigError: it is not there; offers the nearest name.
-    """
+def _named(entries: Mapping[str, T], what: str, many: str, name: str, otherwise: str = "") -> T:
+    """Return an entry of the catalogue, whatever the case of its name; `otherwise` says what else
+    the user can do."""
     if name.lower() not in entries:
         raise ConfigError(
             f"there is no {what} {name!r} in the catalogue.{nearest(name.lower(), entries)} "
@@ -145,7 +130,7 @@ def gpu(name: str) -> Gpu:
     Raises:
         ConfigError: it is not in the catalogue; offers the nearest name.
     """
-    return named(
+    return _named(
         GPUS, "GPU", "GPUs", name, "; or describe the machine in a file (docs/hardware.md)"
     )
 
@@ -162,7 +147,7 @@ def host(name: str) -> Host:
     Raises:
         ConfigError: it is not in the catalogue; offers the nearest name.
     """
-    return named(HOSTS, "host memory", "Host memories", name)
+    return _named(HOSTS, "host memory", "Host memories", name)
 
 
 def host_for(card: Gpu, host_memory_bytes: int) -> Host:
@@ -279,14 +264,7 @@ def _data() -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def catalogue_section(name: str) -> Mapping[str, Any]:
-    """Return one part of the catalogue's data."""
-    section: Mapping[str, Any] = _data()[name]
-    return section
-
-
-def source_named(name: str) -> Source:
-    """Return where a figure was published."""
+def _source(name: str) -> Source:
     return Source(**_data()["sources"][name])
 
 
@@ -300,7 +278,7 @@ def _gpu(name: str, entry: Mapping[str, Any]) -> Gpu:
         pcie_generation=entry["pcie"][0],
         pcie_lanes=entry["pcie"][1],
         host=entry["host"],
-        sources=tuple(source_named(source) for source in entry["sources"]),
+        sources=tuple(_source(source) for source in entry["sources"]),
         reported_as=tuple(entry["reported_as"]),
         note=entry.get("note", ""),
     )
@@ -312,7 +290,7 @@ def _host(name: str, entry: Mapping[str, Any]) -> Host:
         # A channel is 64 bits wide.
         memory_bytes_per_s=8e6 * entry["megatransfers_per_s"] * entry["channels"],
         most_memory_bytes=int(entry["most_memory_gib"]) << 30,
-        source=source_named(entry["source"]),
+        source=_source(entry["source"]),
     )
 
 
@@ -320,3 +298,56 @@ GPUS: Mapping[str, Gpu] = {name: _gpu(name, entry) for name, entry in _data()["g
 """The catalogue by the names that `--gpu` takes."""
 HOSTS: Mapping[str, Host] = {name: _host(name, entry) for name, entry in _data()["hosts"].items()}
 """Typical host memories, by kind, rate and channels."""
+
+
+ASSUMED_DISK = "nvme-pcie3"
+"""Where nobody measured a disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """Data-sheet figures of one disk."""
+
+    name: str
+    """As `atom plan --disk` takes it."""
+    title: str
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    source: Source
+
+    @property
+    def both_ways_share(self) -> float:
+        """What reads and writes keep of their rates, if the disk does one of both at a time."""
+        return self.read_bytes_per_s / (self.read_bytes_per_s + self.write_bytes_per_s)
+
+    def of(self, machine: Machine) -> Machine:
+        return dataclasses.replace(
+            machine,
+            name=f"{machine.name}, {self.title}",
+            storage_read_bytes_per_s=self.read_bytes_per_s,
+            storage_write_bytes_per_s=self.write_bytes_per_s,
+            storage_both_ways_share=self.both_ways_share,
+        )
+
+
+def disk(name: str) -> Disk:
+    """Return a disk by name.
+
+    Raises:
+        ConfigError: it is not in the catalogue; offers the nearest name.
+    """
+    return _named(DISKS, "disk", "Disks", name)
+
+
+def _disk(name: str, entry: Mapping[str, Any]) -> Disk:
+    return Disk(
+        name=name,
+        title=entry["title"],
+        read_bytes_per_s=1e6 * entry["read_mb_per_s"],
+        write_bytes_per_s=1e6 * entry["write_mb_per_s"],
+        source=_source(entry["source"]),
+    )
+
+
+DISKS: Mapping[str, Disk] = {name: _disk(name, entry) for name, entry in _data()["disks"].items()}
+"""The catalogue by the names that `--disk` takes."""

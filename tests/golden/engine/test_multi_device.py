@@ -15,7 +15,7 @@ from atomtrain.engine.devices.streams import Inject
 from atomtrain.engine.execution.multi_device import divided
 from atomtrain.errors import ConfigError, PlanError
 from atomtrain.optimizers import AdamW
-from atomtrain.planning.plan.multi_device import share_of
+from atomtrain.planning.plan.updating import share_of
 from tests.support.injecting import device_with
 from tests.support.reference import assert_equal_training, gpt_loss, twin
 from tests.support.several import in_shares, train_in_shares

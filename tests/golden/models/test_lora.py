@@ -31,7 +31,7 @@ from atomtrain.models.quantised import (
 )
 from atomtrain.native import library, pool
 from atomtrain.optimizers import AdamW
-from atomtrain.optimizers.paths import same_bits
+from atomtrain.optimizers.compiled import same_bits
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.training.setup.objective import NextToken
 from tests.support.hugging_face_models import (

@@ -17,9 +17,15 @@ from atomtrain.data import Batch
 from atomtrain.engine.api import swap
 from atomtrain.engine.options import Options
 from atomtrain.models.hugging_face import build, read_config
-from atomtrain.models.lora import adapted_layers, add_adapters
+from atomtrain.models.lora import (
+    ExpertAdapter,
+    adapted_by,
+    adapted_layers,
+    add_adapters,
+    experts_of,
+    merged_experts,
+)
 from atomtrain.models.lora_config import LoraConfig, parse_lora
-from atomtrain.models.lora_experts import ExpertAdapter, adapted_by, experts_of, merged_experts
 from atomtrain.models.making import parameter_count
 from atomtrain.models.quantised import dequantise, quantise
 from atomtrain.optimizers import AdamW

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import atomtrain
 from atomtrain.data import Batch
 from atomtrain.data.sampler import divided_at, joined
-from atomtrain.models.packing import own_past, places
+from atomtrain.models.gpt import own_past, places
 from atomtrain.training.setup.objective import IGNORED, NextToken, OwnLoss
 from tests.support.reference import train, twin
 from tests.support.swapped import adamw, check, gpt, random_delays

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomtrain.analysis import chain_of, layer_costs
-from atomtrain.analysis.costs.attention import attention_workspace_bytes
 from atomtrain.analysis.costs.costs import ChainCosts
+from atomtrain.analysis.costs.flops import attention_workspace_bytes
 from tests.support.software_gpu import installed
 
 

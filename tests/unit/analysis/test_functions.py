@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.analysis import Chain, chain_of
-from atomtrain.analysis.export.skeletons import NotPlainError, Slot, put_together, taken_apart
+from atomtrain.analysis.export.structure import NotPlainError, Slot, put_together, taken_apart
 from atomtrain.errors import AnalysisError
 from tests.support.own_backward import own_backward
 

@@ -10,8 +10,7 @@ from atombench.pages import __main__ as pages
 from atombench.pages import plan_tables
 from atomtrain.errors import ConfigError, PlanError
 from atomtrain.models.gpt_config import GPT3
-from atomtrain.planning.catalogue import gpu
-from atomtrain.planning.disk_catalogue import ASSUMED_DISK
+from atomtrain.planning.catalogue import ASSUMED_DISK, gpu
 from atomtrain.views.plans.subject import subject
 
 MADE = pages.parts()

@@ -16,7 +16,7 @@ from atomtrain.engine.execution.activation_prefetch import NOTHING, ActivationPr
 from atomtrain.engine.execution.boundary_activations import BoundaryActivations, Outbox
 from atomtrain.engine.execution.executor import Executor
 from atomtrain.planning.cost.timeline import label_of
-from atomtrain.planning.plan.schedule import Phase
+from atomtrain.planning.plan.shape import Phase
 from tests.support.engine_models import mlp, square, swap
 
 X = torch.ones(2, 8)

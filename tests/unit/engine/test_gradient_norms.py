@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atomtrain.engine.updates import gradient_norms
 from atomtrain.native import library, pool
-from atomtrain.optimizers.paths import same_bits
+from atomtrain.optimizers.compiled import same_bits
 
 TAKEN = [
     (torch.float32, False), (torch.float32, True), (torch.bfloat16, False),

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from atomtrain.analysis.costs.storages import StorageTracker
 from atomtrain.errors import ConfigError, DataError
+from atomtrain.models.confined import check_method
 from atomtrain.models.dequantised.files import DequantisedFiles, open_weights
 from atomtrain.models.hugging_face import read_config
-from atomtrain.models.quantisation import check_method
 from atomtrain.models.weights.files import WeightFiles
 from tests.support import quantised_folders as quantised
 from tests.support.quantised_folders import Tensors, change_config, change_tensors, write_quantised

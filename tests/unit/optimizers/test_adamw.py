@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError
 from atomtrain.native import library
-from atomtrain.optimizers import BYTES_PER_PARAMETER, AdamW, decay_groups, randomness
+from atomtrain.optimizers import BYTES_PER_PARAMETER, AdamW, companding, decay_groups
 from atomtrain.optimizers.companding import BLOCK
 from atomtrain.optimizers.moments import GPU_SLICES, SLICE
 from tests.support.engine_models import gpt
@@ -452,7 +452,7 @@ def test_slices_are_rounded_by_the_bits_of_their_own_first_gradients(
     monkeypatch: pytest.MonkeyPatch, factor: float, compiled: bool
 ) -> None:
     seen: list[tuple[int, ...]] = []
-    start = randomness.start
+    start = companding.start
 
     def note(*words: int) -> int:
         seen.append(words)
@@ -461,7 +461,7 @@ def test_slices_are_rounded_by_the_bits_of_their_own_first_gradients(
     if not compiled:
         monkeypatch.setattr(library, "core", lambda: None)
     AdamW([nn.Parameter(torch.zeros(1).bfloat16())], state="bfloat16").scratch_bytes()  # tries both
-    monkeypatch.setattr(randomness, "start", note)
+    monkeypatch.setattr(companding, "start", note)
     for name in ("SLICE", "HOST_PASS"):
         monkeypatch.setattr(f"atomtrain.optimizers.moments.{name}", 64)
     parameter = nn.Parameter(torch.randn(150).bfloat16())

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from atomtrain.optimizers.companding import (
     BLOCK,
+    WHOLE,
     Buffer,
     decode_first,
     decode_second,
     encode_first,
     encode_second,
 )
-from atomtrain.optimizers.randomness import WHOLE
 
 SCALES = torch.tensor([1e-33, 3.3e-20, 7e-7, 0.1, 1.0, 1.7, 3e4, 2.9e30])
 LEAST, MOST = WHOLE + 2**-13, WHOLE + 1 - 2**-13

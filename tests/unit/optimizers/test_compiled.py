@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError
-from atomtrain.native import library, pool, updates
+from atomtrain.native import library, pool
 from atomtrain.optimizers import SGD, AdamW, adamw, companding, compiled, moments, sgd
 from atomtrain.optimizers.base import check_gradient
-from atomtrain.optimizers.paths import Paths, Scaling, same_bits
+from atomtrain.optimizers.compiled import Paths, same_bits
+from atomtrain.optimizers.masters import Scaling
 
 SLICE = 1024
-KINDS = list(updates.VALUES)
+KINDS = list(library.VALUES)
 SPECIALS = (0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 3e38, math.inf, -math.inf, math.nan, 6e-8, 65520.0)
 ADAMW: dict[str, Any] = {"eps": 1e-8, "seed": 11}
 
@@ -80,8 +81,8 @@ def scalings(dtype: torch.dtype) -> list[Scaling]:
 @given(
     count=st.one_of(st.integers(0, 40), st.integers(100, 300), st.integers(900, 3 * SLICE + 50)),
     kind=st.sampled_from(KINDS),
-    gradient_dtype=st.sampled_from(list(updates.GRADIENTS)),
-    state=st.sampled_from(list(updates.MOMENTS)),
+    gradient_dtype=st.sampled_from(list(library.GRADIENTS)),
+    state=st.sampled_from(list(library.MOMENTS)),
     beta1=st.sampled_from([0.0, 0.3, 0.9]),
     decay=st.sampled_from([0.0, 0.1]),
     scaling=st.integers(0, 3),
@@ -118,7 +119,7 @@ def test_adamw_gives_the_bits_of_pytorch(
 @given(
     count=st.one_of(st.integers(0, 40), st.integers(100, 3 * SLICE + 50)),
     kind=st.sampled_from(KINDS),
-    gradient_dtype=st.sampled_from(list(updates.GRADIENTS)),
+    gradient_dtype=st.sampled_from(list(library.GRADIENTS)),
     momentum=st.sampled_from([(0.0, 0.0, False), (0.9, 0.3, False), (0.9, 0.0, True)]),
     decay=st.sampled_from([0.0, 0.1]),
     scaling=st.integers(0, 3),
@@ -183,7 +184,7 @@ def test_roots_are_the_nearest_numbers() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("state", list(updates.MOMENTS))
+@pytest.mark.parametrize("state", list(library.MOMENTS))
 def test_clipping_on_the_way_is_clip_grad_norm(dtype: torch.dtype, state: str) -> None:
     start = [torch.randn(700).to(dtype), torch.randn(3, 50).to(dtype)]
     drawn = [torch.randn(value.shape).to(dtype) for value in start]
@@ -213,7 +214,7 @@ def test_other_bits_are_noticed_and_pytorch_does_the_work(
     monkeypatch.setattr(paths, "_equal", {})
     right = compiled._memory
 
-    def off(*arguments: Any) -> updates.Parameter:
+    def off(*arguments: Any) -> library.Parameter:
         memory = right(*arguments)
         memory.factor *= 1 + 1e-6
         return memory

@@ -17,8 +17,7 @@ from atomtrain.planning.advice import (
     next_gpu,
     possible_changes,
 )
-from atomtrain.planning.catalogue import GPUS, estimate_times, gpu, machine_for
-from atomtrain.planning.disk_catalogue import disk
+from atomtrain.planning.catalogue import GPUS, disk, estimate_times, gpu, machine_for
 from atomtrain.planning.plan.disk import PAGE_BYTES
 from atomtrain.planning.plan.machine import Machine
 from atomtrain.planning.plan.plan import Request

@@ -8,7 +8,7 @@ import pytest
 
 from atomtrain.planning import Layout, Plan, Request, make_plan
 from atomtrain.planning.cost.costing import Costing, Given, Steps, spans_of
-from atomtrain.planning.plan.schedule import training_visits
+from atomtrain.planning.plan.shape import training_visits
 from atomtrain.planning.search.search import least_budget_bytes
 from tests.support.steady_steps import steady_step_s
 from tests.unit.planning.test_search import Built, Kind, Problem, build

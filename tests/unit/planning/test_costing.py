@@ -9,12 +9,11 @@ import torch
 
 from atomtrain.analysis import LayerTime
 from atomtrain.planning.cost.costing import Costing, Given, Steps
-from atomtrain.planning.cost.saved import SavedTensors
+from atomtrain.planning.cost.segments import SavedTensors
 from atomtrain.planning.cost.timeline import StepTime
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.machine import Machine
-from atomtrain.planning.plan.schedule import training_visits
-from atomtrain.planning.plan.shape import Shape
+from atomtrain.planning.plan.shape import Shape, training_visits
 from tests.unit.analysis.test_profile import parts, small_gpt
 
 MICRO_BATCHES = 3

@@ -11,9 +11,8 @@ from atomtrain.cli.plan import PlanOptions
 from atomtrain.engine.calibration import disk_profile
 from atomtrain.engine.calibration.disk_profile import DiskRates, disk_rates
 from atomtrain.errors import ConfigError
-from atomtrain.planning.catalogue import machine_for
+from atomtrain.planning.catalogue import DISKS, disk, machine_for
 from atomtrain.planning.cost.timeline import DiskWork
-from atomtrain.planning.disk_catalogue import DISKS, disk
 from atomtrain.planning.plan.disk import on_disk_up_to, staging_slots
 from atomtrain.training.config.options import TrainOptions
 

@@ -20,8 +20,7 @@ from atomtrain.planning.catalogue import gpu, machine_for
 from atomtrain.planning.cost.memory import MemoryModel
 from atomtrain.planning.plan.disk import KINDS, DiskRequest, OnDisk, disk_use
 from atomtrain.planning.plan.disk import two_moments as states_of_two_moments
-from atomtrain.planning.plan.multi_device import share_of, shared_updates
-from atomtrain.planning.plan.updating import two_moments
+from atomtrain.planning.plan.updating import share_of, shared_updates, two_moments
 from atomtrain.planning.search.batch_search import Prospect, Workload
 from atomtrain.views.plans.report import forecaster
 from atomtrain.views.plans.subject import Subject, subject

@@ -16,9 +16,9 @@ from atomtrain.analysis import LayerTime, chain_of, layer_costs
 from atomtrain.errors import PlanError
 from atomtrain.models import GPT, preset
 from atomtrain.planning import Layout, Machine, Plan, Request, make_plan
+from atomtrain.planning.catalogue import DISKS
 from atomtrain.planning.cost.costing import Given, spans_of
 from atomtrain.planning.cost.memory import MemoryModel
-from atomtrain.planning.disk_catalogue import DISKS
 from atomtrain.planning.plan.disk import DiskRequest, on_disk_up_to, two_moments
 from atomtrain.planning.search.choice import AS_FAST
 from atomtrain.planning.search.search import TooSlowError
@@ -56,31 +56,20 @@ def plan(chain_and_costs, on: Machine, micro_batches: int = 2, **fixed: int) -> 
 def test_a_plan_is_json_and_is_readable(chain_and_costs) -> None:
     made = plan(chain_and_costs, machine())
     data = json.loads(json.dumps(made.to_json()))
-    assert Plan.from_json(data) == made
+    assert {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()} == vars(made)
     text = made.describe()
     for word in ("segments", "device", "host", "step", "bound by"):
         assert word in text
 
 
-def test_plans_from_before_there_was_a_choice_make_again(chain_and_costs) -> None:
+def test_a_plan_tells_what_is_offloaded_whole(chain_and_costs) -> None:
     made = plan(chain_and_costs, machine(), host_layers=0, activations="offload", segments=3)
     assert "offload" in made.activations
     assert made.remakes
-    data = made.to_json()
-    del data["remakes"]
-    assert Plan.from_json(data) == made
-    whole = Plan.from_json({**data, "remakes": False})
+    whole = dataclasses.replace(made, remakes=False)
     assert not whole.shape.remakes
     assert "offloaded whole" in whole.describe()
     assert "offloaded whole" not in made.describe()
-
-
-def test_plans_of_late_updates_are_refused_and_others_of_that_time_read(chain_and_costs) -> None:
-    made = plan(chain_and_costs, machine(), segments=3)
-    before = {**made.to_json(), "delays": False, "period_s": 0.9 * made.step_s}
-    assert Plan.from_json(before) == made
-    with pytest.raises(PlanError, match="one step late"):
-        Plan.from_json({**made.to_json(), "delays": True})
 
 
 def test_what_is_one_is_told_as_one(chain_and_costs) -> None:
@@ -94,16 +83,6 @@ def test_what_is_one_is_told_as_one(chain_and_costs) -> None:
         assert words in text
 
 
-def test_a_damaged_plan_is_refused(chain_and_costs) -> None:
-    data = plan(chain_and_costs, machine(), host_layers=0).to_json()
-    with pytest.raises(PlanError, match=r"no 'slot'\. Did you mean 'slots'\?"):
-        Plan.from_json({**data, "slot": 2})
-    with pytest.raises(PlanError, match="lacks 'boundary'"):
-        Plan.from_json({k: v for k, v in data.items() if k != "boundary"})
-    with pytest.raises(PlanError, match="must rise from 0"):
-        Plan.from_json({**data, "backward_bounds": [0, 3, 2, 6]})
-
-
 def test_what_backward_runs_forward_again(chain_and_costs) -> None:
     made = plan(chain_and_costs, machine(), host_layers=0)
     assert made.backward_bounds[-1] == 6
@@ -114,12 +93,11 @@ def test_what_backward_runs_forward_again(chain_and_costs) -> None:
     ):
         of = dataclasses.replace(made, backward_bounds=bounds, activations=activations)
         assert of.recomputed == expected
-        assert of.recomputed_layers == len(expected)
 
 
 def test_plenty_of_memory_needs_no_recomputing_and_no_detour(chain_and_costs) -> None:
     made = plan(chain_and_costs, machine("1GiB", link=1e9), host_layers=0)
-    assert made.recomputed_layers == 0
+    assert not made.recomputed
     assert "offload" not in made.activations
     # A second load would hide behind compute, and save a slot as large as the model.
     total_bytes = Layout(chain_and_costs[0]).total_bytes

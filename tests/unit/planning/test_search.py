@@ -24,16 +24,17 @@ from atomtrain.errors import PlanError
 from atomtrain.planning import Layout, Machine, Plan, Request, Shape, make_plan
 from atomtrain.planning.cost.costing import Costing, Given, Steps
 from atomtrain.planning.cost.memory import MemoryModel
-from atomtrain.planning.cost.saved import SavedTensors
+from atomtrain.planning.cost.segments import SavedTensors
 from atomtrain.planning.plan.disk import KINDS, DiskRequest, OnDisk, choices, disk_use, two_moments
 from atomtrain.planning.plan.shape import Activation
 from atomtrain.planning.search import choice as choice_module
 from atomtrain.planning.search import search as search_module
 from atomtrain.planning.search.activation_dp import Mixed
 from atomtrain.planning.search.choice import AS_FAST, Choice, fastest_of, leanest_of
-from atomtrain.planning.search.minimum_memory import least_device_bytes
+from atomtrain.planning.search.memory_limit import least_device_bytes
 from atomtrain.planning.search.slot_sizes import Mixing
 from atomtrain.planning.search.space import Space
+from tests.support.planning_models import check_shape
 
 MOST_KINDS = 4
 
@@ -223,7 +224,7 @@ def all_shapes(space: Space, built: Built, request: Request) -> Iterator[Shape]:
         if request.segments not in (None, len(backward) - 1):
             continue
         for forward in compositions(backward[-2]):
-            for resident, there, early in space.residencies:
+            for resident, there in space.residencies:
                 slots = {min(k, len(forward)) for k in (1, 2)}
                 if request.slots:
                     slots = {min(request.slots, len(forward))}
@@ -232,9 +233,9 @@ def all_shapes(space: Space, built: Built, request: Request) -> Iterator[Shape]:
                     buffers = {min(request.gradient_buffers, len(backward) - 1)}
                 for k, g, boundary in itertools.product(slots, buffers, ("device", "host")):
                     for activations in all_activations(built, request, forward, backward):
-                        where = resident, 0, activations, there, early
+                        where = resident, 0, activations, there
                         shape = Shape(forward, backward, k, g, boundary, *where)  # type: ignore[arg-type]
-                        shape.check(count, layout.blocks)
+                        check_shape(shape, count, layout.blocks)
                         yield shape
 
 

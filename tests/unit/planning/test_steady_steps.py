@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from atomtrain.planning.cost.timeline import VisitTime, predict
-from atomtrain.planning.plan.schedule import training_visits
-from atomtrain.planning.plan.shape import Shape
+from atomtrain.planning.cost.timeline import VisitTime, step_spans, step_time
+from atomtrain.planning.plan.shape import Shape, training_visits
 from tests.support.planning_models import random_shape
 from tests.support.steady_steps import steady_step_s
 
@@ -41,7 +40,8 @@ def test_without_clipping_a_step_alone_takes_what_it_takes_in_a_row(seed: int) -
     source = random.Random(seed)
     visits = training_visits(random_shape(source, 6, 6))
     times = [VisitTime(*(source.uniform(0.1, 4.0) for _ in range(4))) for _ in visits]
-    row_s, alone_s = steady_step_s(visits, times, clips=False), predict(visits, times).step_s
+    row_s = steady_step_s(visits, times, clips=False)
+    alone_s = step_time(step_spans(visits, times)).step_s
     (_, first), (_, last) = visits[0].layers, visits[-1].layers
     others_s = max(0.0, 1 - first / last) * times[-1].update_s
     assert alone_s - others_s <= row_s + 1e-9

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from atomtrain.planning.cost.timeline import StepTime, VisitTime, predict, step_spans
-from atomtrain.planning.plan.schedule import Phase, training_visits
-from atomtrain.planning.plan.shape import Shape
+from atomtrain.planning.cost.timeline import StepTime, VisitTime, step_spans, step_time
+from atomtrain.planning.plan.shape import Phase, Shape, training_visits
 
 
 def uniform(segments: int, slots: int, buffers: int) -> Shape:
@@ -17,13 +16,10 @@ def step(
     shape: Shape, forward_s: float = 0.0, backward_s: float = 0.0, **seconds: float
 ) -> StepTime:
     visits = training_visits(shape)
-    return predict(
-        visits,
-        [
-            VisitTime(forward_s if v.phase is Phase.FORWARD else backward_s, **seconds)
-            for v in visits
-        ],
-    )
+    times = [
+        VisitTime(forward_s if v.phase is Phase.FORWARD else backward_s, **seconds) for v in visits
+    ]
+    return step_time(step_spans(visits, times))
 
 
 @pytest.mark.parametrize("segments", [1, 2, 5])

@@ -9,8 +9,7 @@ import pytest
 
 from atomtrain.errors import ConfigError
 from atomtrain.planning.cost.timeline import Span, VisitTime, step_spans
-from atomtrain.planning.plan.schedule import Phase, training_visits
-from atomtrain.planning.plan.shape import Shape
+from atomtrain.planning.plan.shape import Phase, Shape, training_visits
 from atomtrain.views.plans import picture
 from atomtrain.views.plans.picture import Caption, step_picture
 

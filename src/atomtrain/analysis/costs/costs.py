@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
-from atomtrain.analysis.costs.attention import attention_workspace_bytes
-from atomtrain.analysis.costs.flops import more_counters
+from atomtrain.analysis.costs.flops import attention_workspace_bytes, more_counters
 from atomtrain.analysis.costs.saved import SavedCost, SavedWatcher, is_movable
 from atomtrain.analysis.costs.storages import StorageTracker, is_dense
 from atomtrain.analysis.layers.chain import Chain, Layer
@@ -80,21 +79,17 @@ class ValueSpec(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the value, 0 if it is no tensor."""
         if self.dtype is None:
             return 0
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class ChainCosts(NamedTuple):
-    """Costs of all layers and the sizes of all values."""
-
     layers: tuple[LayerCost, ...]
     values: Mapping[str, ValueSpec]
 
     @property
     def remakes(self) -> bool:
-        """Whether any layer makes something again where it is offloaded."""
         return any(layer.all_sent is not None for layer in self.layers)
 
     def sending_all(self) -> ChainCosts:
@@ -112,8 +107,6 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 class _Watcher(StorageTracker):
-    """Also notes whether random numbers were drawn, and counts what attention takes inside."""
-
     random = False
 
     def __init__(self, *, on_gpu: bool) -> None:
@@ -132,7 +125,6 @@ class _Watcher(StorageTracker):
 
 
 def _dropout_is_off(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operation that can draw random numbers is told not to (attention)."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             given = args[position] if position < len(args) else kwargs.get("dropout_p")

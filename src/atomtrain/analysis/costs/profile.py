@@ -56,7 +56,6 @@ class LayerTime(NamedTuple):
 
     @property
     def known(self) -> list[float]:
-        """Those of the figures that there are."""
         return [seconds for seconds in self if seconds is not None]
 
     def scaled(self, factor: float) -> LayerTime:
@@ -201,7 +200,6 @@ def flops_per_s(
 def _distinct(
     chain: Chain, costs: ChainCosts, kinds: Sequence[str] | None
 ) -> list[tuple[Layer, LayerCost]]:
-    """Return the first layer of each kind with its cost."""
     first: dict[str, tuple[Layer, LayerCost]] = {}
     for layer, cost in zip(chain.layers, costs.layers, strict=True):
         if kinds is None or cost.kind in kinds:

@@ -159,7 +159,6 @@ class RematerializedOperation:
         return made[self, index]
 
     def drop(self, index: int) -> None:
-        """Let go of a result that nobody will use any more."""
         self.needed.discard(index)
         self._results.pop(index, None)
 
@@ -181,7 +180,6 @@ class RematerializedOperation:
     def _run(
         self, argument: Callable[[Any], Tensor], uses: Mapping[_Result, int]
     ) -> dict[_Result, Tensor]:
-        """Do the operation; return the results that have uses. Those that are needed are kept."""
         args: Sequence[Any] = self._args
         kwargs: Mapping[str, Any] = self._kwargs
         if self._nested:
@@ -209,13 +207,10 @@ class Step(NamedTuple):
 
     @property
     def result(self) -> _Result:
-        """Of which operation it is, and its position there."""
         return self.operation, self.position
 
 
 class _Note(NamedTuple):
-    """How a storage was made."""
-
     operation: RematerializedOperation
     position: int
     dtype: torch.dtype
@@ -339,7 +334,6 @@ def _kind(func: Any) -> str:
 
 
 def _replaced(tree: Any, by: Callable[[Any], Any], kind: type = Standing) -> Any:
-    """Return nested tuples, lists and dicts with each leaf of a kind replaced."""
     if isinstance(tree, kind):
         return by(tree.packed if isinstance(tree, Standing) else tree)
     if isinstance(tree, dict):

@@ -47,8 +47,6 @@ class SavedCost(NamedTuple):
 
 
 class _Traffic(TorchDispatchMode):
-    """While active, adds up what cheap operations read and write."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.n_bytes = 0
@@ -64,16 +62,12 @@ class _Traffic(TorchDispatchMode):
 
 
 class _Storage:
-    """A storage that left and may come back."""
-
     def __init__(self, n_bytes: int) -> None:
         self.n_bytes, self.users = n_bytes, 0
         self.place: Tensor | None = None
 
 
 class _Away:
-    """Stands for a saved tensor, or for an argument of what is made again."""
-
     def __init__(
         self, storage: _Storage | RematerializedStorage, tensor: Tensor, *, argument: bool = False
     ) -> None:
@@ -102,7 +96,6 @@ class SavedWatcher:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Give the context in which the layer runs."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self._noting:
             yield
 
@@ -117,7 +110,6 @@ class SavedWatcher:
 
     @property
     def remade_bytes(self) -> int:
-        """Bytes of all storages that are made again."""
         return sum(n_bytes for _, n_bytes in self._remade)
 
     @property
@@ -180,7 +172,6 @@ class SavedWatcher:
             self._remaking = False
 
     def _release(self, storage: _Storage | RematerializedStorage) -> None:
-        """Free a storage that nobody uses any more."""
         if storage.users:
             return
         if isinstance(storage, _Storage):
@@ -192,7 +183,6 @@ class SavedWatcher:
 
 
 def _arguments(rematerialized: RematerializedStorage) -> list[_Storage | RematerializedStorage]:
-    """Return the saved storages among the arguments."""
     return [at.storage for at in rematerialized.operation.arguments() if isinstance(at, _Away)]
 
 

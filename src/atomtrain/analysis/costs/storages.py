@@ -38,18 +38,15 @@ class LiveStorages(Generic[T]):
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], T]] = {}
 
     def get(self, tensor: torch.Tensor) -> T | None:
-        """Return what was put for the tensor's storage, or `None`."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         # The address may serve a new storage by now. Why a weak reference tells: see `adopt`.
         return None if known is None or known[0]() is None else known[1]
 
     def put(self, tensor: torch.Tensor, thing: T) -> None:
-        """Remember something for the tensor's storage."""
         storage = tensor.untyped_storage()
         self._known[storage._cdata] = weakref.ref(storage), thing
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Forget what was put for the tensor's storage, if anything was."""
         self._known.pop(tensor.untyped_storage()._cdata, None)
 
 
@@ -102,11 +99,9 @@ class StorageTracker(TorchDispatchMode):
 
     @property
     def counts(self) -> bool:
-        """Whether what is allocated now is counted."""
         return not self._ignoring
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is alive now."""
         self.peak_bytes = self.live_bytes
 
     def adopt(self, tensor: torch.Tensor, operation: str = "adopt") -> None:
@@ -176,5 +171,4 @@ class StorageTracker(TorchDispatchMode):
 
 
 def _may_allocate(func: Any) -> bool:
-    """Return whether some result of the operation is not an alias of an argument."""
     return any(result.alias_info is None for result in func._schema.returns)

@@ -166,7 +166,6 @@ def export(
 
 
 def _does_the_same(one: Exported, other: Exported) -> bool:
-    """Return whether operations, their numbers, and the tensors in forward's code are the same."""
     literals = zip(one.literals.values(), other.literals.values(), strict=True)
     return _operations(one) == _operations(other) and all(
         mine.dtype == its.dtype and torch.equal(mine, its) for mine, its in literals
@@ -174,7 +173,6 @@ def _does_the_same(one: Exported, other: Exported) -> bool:
 
 
 def _operations(exported: Exported) -> list[tuple[str, ...]]:
-    """Return every node in words; what it takes is in the places that earlier nodes have."""
     return [
         (node.name, node.op, str(node.target), str(node.args), str(node.kwargs))
         for node in exported.graph.nodes
@@ -182,7 +180,6 @@ def _operations(exported: Exported) -> list[tuple[str, ...]]:
 
 
 def _is_in(attributes: Mapping[str, Mapping[str, Any]], known: Mapping[str, Any]) -> bool:
-    """Return whether modules have no other attributes than those that are known."""
     return all(
         known.get(path, {}).get(name, _Nothing) == value
         for path, own in attributes.items()
@@ -237,7 +234,6 @@ def _flatten(
     functions: Functions,
     calls: Sequence[str],
 ) -> Exported:
-    """Return the program without nested graphs; `calls` are the paths of stand-ins' calls."""
     signature = program.graph_signature
     names = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     flat = Flattener(program.graph_module, functions)
@@ -279,7 +275,6 @@ class Flattener:
         """Places of checks."""
 
     def run(self, source: fx.Graph) -> fx.Graph:
-        """Return the flat copy; `moved` then maps nodes of `source` to its nodes."""
         result = self._copy(source, self._root, self.moved, no_grad=False)
         if self._left_out:
             _log.warning(

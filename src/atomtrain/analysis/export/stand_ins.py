@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from atomtrain.analysis.export.effects import tensors_of
 from atomtrain.analysis.export.equal_modules import Equal
-from atomtrain.analysis.export.skeletons import NotPlainError, put_together, taken_apart
+from atomtrain.analysis.export.functions import tensors_of
+from atomtrain.analysis.export.structure import NotPlainError, put_together, taken_apart
 
 _LIBRARY = torch.library.Library("atomtrain", "FRAGMENT")
 _LIBRARY.define("mark(Tensor[] given, int call) -> ()")
@@ -92,8 +92,6 @@ for _name in (
 
 
 class _Traced(NamedTuple):
-    """A call that was traced."""
-
     call: int
     fresh: list[Tensor]
     """Its results that were not given to it."""
@@ -202,8 +200,6 @@ def _taken_apart(value: Any, tensors: list[Tensor], opaque: type | None = None) 
 
 
 class _Call(NamedTuple):
-    """A call that was traced."""
-
     path: str
     given: tuple[fx.Node, ...]
     calls: list[fx.Node]
@@ -244,8 +240,6 @@ def repeat(graph: fx.Graph, sources: Mapping[str, fx.Node], paths: Sequence[str]
 
 
 class _Copies:
-    """Copies of the operations of a call, for another module and on other values."""
-
     def __init__(
         self,
         graph: fx.Graph,
@@ -262,7 +256,6 @@ class _Copies:
             self._correspond(own, other)
 
     def make(self, before: fx.Node) -> None:
-        """Copy all operations to where `before` is."""
         for node in self._call.calls:
             with self._graph.inserting_before(before):
                 copied = self._graph.node_copy(node, self.of)
@@ -271,7 +264,6 @@ class _Copies:
             self._nodes[node] = copied
 
     def of(self, node: fx.Node) -> fx.Node:
-        """Return what a node of the traced call is in this one."""
         if node not in self._nodes:
             name = self._paths.get(node, "")
             inside = name.removeprefix(f"{self._call.path}.")
@@ -301,7 +293,6 @@ class _Copies:
         return empty.set_(own, value.storage_offset(), value.shape, value.stride())
 
     def _stack(self, node: fx.Node) -> dict[str, tuple[str, Any]]:
-        """Return the module calls around an operation, with the other module's path."""
         before = self._call.path
         stack = {}
         for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():

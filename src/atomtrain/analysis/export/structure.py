@@ -1,18 +1,22 @@
-"""What a model returns, taken apart into tensors and put together again.
+"""Values taken apart into tensors and the rest, and put together again around other tensors.
 
-Knows mappings, tuples, lists, named tuples, dataclasses and any other object with attributes, so
-that outputs of every library pass without being registered anywhere.
+What a model returns may be mappings, tuples, lists, named tuples, dataclasses and any other object
+with attributes, so that outputs of every library pass without being registered anywhere
+(`take_apart`). Arguments and results of a call become *skeletons* of plain values (`taken_apart`):
+two calls with equal skeletons were given the same but for the tensors.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type)
+_OF_SKELETONS = (bool, int, float, str, bytes, type(None))
 
 
 class _Slot:
@@ -23,8 +27,6 @@ class _Slot:
 
 
 class Structure(NamedTuple):
-    """Tensors of an object, and how the object is rebuilt around others."""
-
     tensors: list[Tensor]
     rebuild: Callable[[Sequence[Any]], Any]
 
@@ -36,16 +38,17 @@ def take_apart(value: Any) -> Structure:
     tensor is shared with the original.
     """
     tensors: list[Tensor] = []
-    skeleton = _map(value, lambda tensor: _slot(tensors, tensor), {})
+    skeleton = _map(value, lambda tensor: _Slot(_number_of(tensor, tensors)), {})
     return Structure(tensors, lambda given: _map(skeleton, None, {}, given))
 
 
-def _slot(tensors: list[Tensor], tensor: Tensor) -> _Slot:
+def _number_of(tensor: Tensor, tensors: list[Tensor]) -> int:
+    """Return a tensor's place in a list, to which it is added if it is not there."""
     for index, known in enumerate(tensors):
         if known is tensor:
-            return _Slot(index)
+            return index
     tensors.append(tensor)
-    return _Slot(len(tensors) - 1)
+    return len(tensors) - 1
 
 
 def _map(
@@ -83,3 +86,47 @@ def _map(
     for name, item in list(getattr(value, "__dict__", {}).items()):
         other.__dict__[name] = inner(item)
     return other
+
+
+class Slot(NamedTuple):
+    number: int
+
+
+class NotPlainError(Exception):
+    """Something is neither a tensor nor a plain value; names its type."""
+
+
+def taken_apart(value: Any, tensors: list[Tensor], opaque: type | None = None) -> Hashable:
+    """Return what `value` is but for its tensors, which are added to the list, each once.
+
+    Args:
+        value: Tensors and plain values, in tuples, lists and dictionaries.
+        tensors: Those that are known; found by identity.
+        opaque: A type of which all objects are the same.
+
+    Raises:
+        NotPlainError: there is something else in it.
+    """
+    if opaque is not None and type(value) is opaque:
+        return opaque, None
+    if isinstance(value, Tensor):
+        return Slot(_number_of(value, tensors))
+    if type(value) in (tuple, list):
+        return type(value), tuple(taken_apart(item, tensors, opaque) for item in value)
+    if type(value) is dict:
+        items = tuple((key, taken_apart(item, tensors, opaque)) for key, item in value.items())
+        return dict, items
+    if type(value) in _OF_SKELETONS or isinstance(value, torch.dtype | torch.device):
+        return type(value), value
+    raise NotPlainError(type(value).__name__)
+
+
+def put_together(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(skeleton, Slot):
+        return tensors[skeleton.number]
+    kind, content = skeleton
+    if kind in (tuple, list):
+        return kind(put_together(item, tensors) for item in content)
+    if kind is dict:
+        return {key: put_together(item, tensors) for key, item in content}
+    return content

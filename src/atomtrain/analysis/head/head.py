@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -45,7 +45,6 @@ class RewrittenLayer(nn.Module):
 
     @property
     def mode(self) -> Mode:
-        """The mode of the layer."""
         return self.layer.mode
 
     @property
@@ -74,28 +73,12 @@ class _RewrittenTemplate(Template):
         self._module = fx.GraphModule(nn.Module(), self.graph)
 
 
-@runtime_checkable
-class InPieces(Protocol):
-    """A module that can compute its loss in pieces of the vocabulary."""
-
-    def in_pieces(self, pieces: int) -> nn.Module:
-        """Return such a module on the same parameters; 1 piece is the unsplit loss bit for bit."""
-        ...
-
-
-@runtime_checkable
-class HasLazyLogits(Protocol):
-    """A module whose logits can wait for a loss."""
-
-    def with_lazy_logits(self, pieces: int) -> nn.Module:
-        """Return such a module on the same parameters, with `LazyLogits` in its output."""
-        ...
-
-
 def split_head(chain: Chain, pieces: int) -> Chain:
     """Return a chain whose last layer computes its loss in pieces of the vocabulary.
 
-    The given chain does not change; parameters and names are shared. 1 piece is the unsplit loss.
+    The given chain does not change; parameters and names are shared. 1 piece is the unsplit loss
+    bit for bit. A module of the model's own has `in_pieces(pieces)`, which returns such a module on
+    the same parameters, or `with_lazy_logits(pieces)`, one with `LazyLogits` in its output.
 
     Raises:
         AnalysisError: the last layer is no linear layer followed by cross-entropy. What a loss
@@ -114,8 +97,9 @@ def split_head(chain: Chain, pieces: int) -> Chain:
 def _in_pieces(module: nn.Module, pieces: int) -> nn.Module:
     if isinstance(module, GraphLayer):
         return RewrittenLayer(module, lambda graph: split_graph(graph, pieces))
-    if isinstance(module, InPieces):
-        return module.in_pieces(pieces)
+    if in_pieces := getattr(module, "in_pieces", None):
+        split: nn.Module = in_pieces(pieces)
+        return split
     if isinstance(module, fx.GraphModule):
         return fx.GraphModule(module, split_graph(module.graph, pieces))
     if pieces == 1:
@@ -129,13 +113,13 @@ def _in_pieces(module: nn.Module, pieces: int) -> nn.Module:
 
 
 def _with_lazy_logits(module: nn.Module, pieces: int) -> nn.Module:
-    """Return a layer whose logits wait for the loss."""
     if isinstance(module, GraphLayer):
         return RewrittenLayer(module, lambda graph: with_lazy_logits(graph, pieces))
     if isinstance(module, nn.Linear):
         return LazyLinear(module, pieces)
-    if isinstance(module, HasLazyLogits):
-        return module.with_lazy_logits(pieces)
+    if with_lazy := getattr(module, "with_lazy_logits", None):
+        lazy: nn.Module = with_lazy(pieces)
+        return lazy
     raise _cannot(module)
 
 
@@ -199,5 +183,4 @@ def with_head_of(chain: Chain, costs: ChainCosts, device: torch.device | str = "
 
 
 def _work_bytes(cost: LayerCost) -> int:
-    """Return what a layer needs beside its parameters, gradients and inputs."""
     return max(cost.forward_bytes, cost.graph_bytes, cost.kept_bytes + cost.backward_bytes)

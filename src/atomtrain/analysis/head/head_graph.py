@@ -30,8 +30,6 @@ _REDUCTIONS = {1: "mean", 2: "sum"}
 
 
 class _Linear(NamedTuple):
-    """A node that computes `hidden @ weight.T + bias`."""
-
     hidden: fx.Node
     weight: fx.Node
     transposed: bool
@@ -110,7 +108,6 @@ def _copy(source: fx.Graph) -> fx.Graph:
 
 
 def _erase(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase nodes that nobody reads any more, and the checks of what they return."""
     for node in nodes:
         for check in list(node.users):
             graph.erase_node(check)
@@ -118,8 +115,6 @@ def _erase(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
 
 
 class _Found(NamedTuple):
-    """A cross-entropy and where its logits come from."""
-
     linear: _Linear
     path: list[fx.Node]
     """From cross-entropy back to the linear node, that one included."""
@@ -128,7 +123,6 @@ class _Found(NamedTuple):
 
 
 def _find(loss: fx.Node, given: Mapping[str, Any]) -> _Found:
-    """Return the nodes between a cross-entropy and its linear layer, all of them replaceable."""
     if given["weight"] is not None:
         raise _cannot("its cross_entropy weighs the classes")
     if given["reduction"] not in _REDUCTIONS:
@@ -179,7 +173,6 @@ def _replace(graph: fx.Graph, loss: fx.Node, pieces: int) -> None:
 
 
 def _as_linear(node: fx.Node) -> _Linear | None:
-    """Return what the node multiplies, if it is a linear layer."""
     if node.target is _aten.linear.default:
         given = _arguments(node)
         return _Linear(given["input"], given["weight"], False, given["bias"])
@@ -208,7 +201,6 @@ def _keeps_rows(node: fx.Node) -> bool:
 
 
 def _on_hidden(graph: fx.Graph, node: fx.Node, hidden: fx.Node, width: int) -> fx.Node:
-    """Return the hidden state after what the node does to the logits."""
     if node.target in (*_COPIES, *_CASTS):
         return hidden  # the sums are in float32 anyway
     if node.target in _FACTORS:
@@ -244,7 +236,6 @@ def _require_only_reader(node: fx.Node, reader: fx.Node) -> None:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Return all arguments of a node by their names in the schema, defaults included."""
     schema = node.target._schema  # type: ignore[union-attr]
     named = {argument.name: argument.default_value for argument in schema.arguments}
     given = dict(zip(named, node.args, strict=False))

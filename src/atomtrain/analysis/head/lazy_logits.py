@@ -46,19 +46,16 @@ class LazyLogits:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the logits."""
         *rows, _ = self.hidden.shape
         size = self.weight.shape[0]
         return torch.Size([rows[0], size, rows[1]] if self.classes_second else [*rows, size])
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
         return self.hidden.ndim
 
     @property
     def device(self) -> torch.device:
-        """Device of the hidden state."""
         return self.hidden.device
 
     @property
@@ -67,19 +64,15 @@ class LazyLogits:
         return False
 
     def dim(self) -> int:
-        """Return the number of dimensions."""
         return self.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or the size of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> LazyLogits:
-        """Return the same."""
         return self
 
     def float(self) -> LazyLogits:
-        """Return the logits as float32."""
         return self.to(torch.float32)
 
     def to(self, dtype: torch.dtype) -> LazyLogits:
@@ -89,7 +82,6 @@ class LazyLogits:
         return self._with(dtype=dtype)
 
     def view(self, *shape: Any) -> LazyLogits:
-        """Return the logits with other dimensions of rows."""
         *rows, last = shape[0] if isinstance(shape[0], Sequence) else shape
         size = self.weight.shape[0]
         if last == -1 and -1 not in rows:
@@ -101,7 +93,6 @@ class LazyLogits:
     reshape = view
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> LazyLogits:
-        """Return the logits with some dimensions of rows made one."""
         if self.classes_second or end_dim % self.ndim == self.ndim - 1:
             raise _needed("flattens the vocabulary")
         return self._with(hidden=self.hidden.flatten(start_dim, end_dim))
@@ -131,7 +122,6 @@ class LazyLogits:
         return self._with(hidden=self.hidden[given])
 
     def cross_entropy(self, labels: Tensor, **options: Any) -> Tensor:
-        """Return `torch.nn.functional.cross_entropy` of the logits, in pieces."""
         if options.pop("weight") is not None:
             raise _needed("weighs the classes")
         if labels.is_floating_point() or (self.ndim > 2 and not self.classes_second):
@@ -178,8 +168,6 @@ class LazyLogits:
 
 
 class LazyLinear(nn.Module):
-    """A linear layer whose result is lazy."""
-
     def __init__(self, linear: nn.Linear, pieces: int) -> None:
         super().__init__()
         self.linear, self.pieces = linear, pieces

@@ -97,8 +97,6 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) 
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """See `linear_cross_entropy`."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -185,7 +183,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _ranges(vocabulary: int, pieces: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of the pieces, all of one size but for the last."""
     size = -(-vocabulary // pieces)
     if size >= _ALIGN_FROM:
         size = -(-size // _ALIGNED) * _ALIGNED
@@ -207,7 +204,6 @@ def _places(labels: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to `total`, which may be of a wider type."""
     if total.dtype == left.dtype:
         # Not `addmm_`, which torch's FLOP counter does not know.
         torch.addmm(total, left, right, out=total)

@@ -41,7 +41,6 @@ class Layer:
 
     @cached_property
     def buffers(self) -> dict[str, Tensor]:
-        """The module's buffers by its own names."""
         return dict(self.module.named_buffers(remove_duplicate=False))
 
     def run(self, tensors: Mapping[str, Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
@@ -82,7 +81,6 @@ class Layer:
 
     @cached_property
     def _places(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """Where modules hold each parameter and buffer, by the layer's name of it."""
         places: dict[str, tuple[dict[str, Any], str]] = {}
         for path, module in self.module.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""

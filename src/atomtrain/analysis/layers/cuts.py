@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from torch import fx, nn
 
-from atomtrain.analysis.export.effects import n_bytes_of, storages_of, written_by
+from atomtrain.analysis.export.functions import n_bytes_of, storages_of, written_by
 
 _SMALL = 100
 """A piece outside of containers with less than this fraction of the largest's parameters joins."""
@@ -36,8 +36,6 @@ class Piece(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Consecutive operations of one module call; operations between modules have no path."""
-
     path: str | None
     start: int
     stop: int
@@ -73,7 +71,6 @@ class _Cutter:
         self._weights = self._weights_per_node()
 
     def _stack(self, node: fx.Node) -> list[tuple[str, str]]:
-        """Return key and path of each module call around a node, outermost first."""
         stack = (node.meta.get("nn_module_stack") or {}).items()
         found = []
         for key, (path, _) in stack:
@@ -119,7 +116,6 @@ class _Cutter:
         return runs
 
     def _between(self, runs: Sequence[_Run], limit: int | None) -> list[int]:
-        """Return the best cut between each two neighbouring module calls, if it is allowed."""
         modules = [run for run in runs if run.path is not None]
         cuts = []
         for before, after in pairwise(modules):
@@ -189,7 +185,6 @@ class _Cutter:
         return pieces
 
     def _bytes(self, start: int, stop: int) -> int:
-        """Return the bytes of the parameters that a run of operations uses."""
         used: dict[fx.Node, int] = {}
         for weights in self._weights[start:stop]:
             used.update(weights)
@@ -207,7 +202,6 @@ def _with_unique_names(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def last_uses(nodes: Sequence[fx.Node]) -> Mapping[fx.Node, int]:
-    """Return the index of the last operation that reads each operation's result."""
     return {source: index for index, node in enumerate(nodes) for source in node.all_input_nodes}
 
 

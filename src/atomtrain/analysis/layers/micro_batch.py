@@ -1,23 +1,43 @@
-"""How a micro-batch becomes the tensors of a chain, and that all of them have the same shapes."""
+"""How a micro-batch becomes the tensors of a chain, and what must hold of each.
+
+All have the example's shapes. Models that read images put features in the places of one token
+(`masked_scatter`); with too many features the last ones would be dropped in silence, which shapes
+do not tell, so their tokens are counted.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from atomtrain.analysis.export.structure import take_apart
+from atomtrain.analysis.layers.chain import Chain
 from atomtrain.errors import ConfigError
 
 MicroBatch = Mapping[str, Any] | Sequence[Any] | Tensor
 
 
-class Spec(NamedTuple):
-    """What a tensor of every micro-batch must be like."""
+class Traced(NamedTuple):
+    """A chain, and how a micro-batch becomes the chain's inputs."""
 
+    chain: Chain
+    bind: Callable[[MicroBatch], dict[str, Any]]
+    ready: Callable[[bool], None] = lambda training: None
+    """Call `ready(training)` before steps (`True`) and evaluations, in the mode that they run in.
+
+    Raises `AnalysisError` or `ConfigError` if the layers cannot run in that mode.
+    """
+    own: Callable[[MicroBatch, Callable[..., Any]], Tensor] | None = None
+    """`own(micro_batch, forward)` is the loss of what the model's `forward` returns; `None` of a
+    model that tells its layers, or whose modules are its layers."""
+
+
+class Spec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -47,7 +67,7 @@ class Inputs:
         ]
         any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
         any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        given = _named(example, positional)
+        given = entries_of(example, numbered(positional))
         if not given:
             raise ConfigError("the example is empty; give one micro-batch as training will use it")
         self.entries = [_entry(name, value) for name, value in given.items()]
@@ -71,7 +91,6 @@ class Inputs:
         return [name for entry in self.of_forward for name in entry.tensors]
 
     def tensors(self, example: MicroBatch) -> list[Tensor]:
-        """Return the tensors that forward takes."""
         values = self.values(example)
         return [
             tensor for entry in self.of_forward for tensor in take_apart(values[entry.name]).tensors
@@ -129,20 +148,21 @@ class Inputs:
         return bind
 
     def values(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """Return the entries of a micro-batch by name."""
-        if isinstance(micro_batch, Mapping):
-            return dict(micro_batch)
-        names = [entry.name for entry in self.entries]
-        values = [micro_batch] if isinstance(micro_batch, Tensor) else micro_batch
-        return dict(zip(names, values, strict=False))
+        return entries_of(micro_batch, [entry.name for entry in self.entries])
 
 
-def _named(example: MicroBatch, names: Sequence[str]) -> dict[str, Any]:
-    if isinstance(example, Mapping):
-        return dict(example)
-    values = [example] if isinstance(example, Tensor) else list(example)
-    names = [*names[: len(values)], *(f"input{i}" for i in range(len(names), len(values)))]
-    return dict(zip(names, values, strict=True))
+def entries_of(micro_batch: MicroBatch, names: Iterable[str]) -> dict[str, Any]:
+    """Return the entries of a micro-batch by name; those that have none get `names` in turn."""
+    if isinstance(micro_batch, Mapping):
+        return dict(micro_batch)
+    values = [micro_batch] if isinstance(micro_batch, Tensor) else micro_batch
+    return dict(zip(names, values, strict=False))
+
+
+def numbered(names: Sequence[str]) -> Iterator[str]:
+    """Yield names, and then numbered ones without end."""
+    yield from names
+    yield from (f"input{index}" for index in itertools.count(len(names)))
 
 
 def _entry(name: str, value: Any) -> Entry:
@@ -181,3 +201,64 @@ def _differs(given: Any, expected: Any) -> bool:
         return bool(given != expected)
     except (TypeError, ValueError):
         return given is not expected
+
+
+_SCATTER = torch.ops.aten.masked_scatter.default
+_EQUAL = torch.ops.aten.eq.Scalar
+_RESHAPED = {
+    torch.ops.aten.unsqueeze.default, torch.ops.aten.expand.default, torch.ops.aten.to.device,
+    torch.ops.aten.to.dtype, torch.ops.aten.expand_as.default, torch.ops.aten.to.dtype_layout,
+}  # fmt: skip
+"""What may be between a comparison and the places that it marks."""
+_KEYS = ("image_token_id", "image_token_index")
+
+
+class ImageTokens(NamedTuple):
+    entry: str
+    """Name of the tensor with the tokens."""
+    token: int
+    features: int
+
+    def check(self, tensors: Mapping[str, Any]) -> None:
+        """Refuse a micro-batch with more or fewer such tokens.
+
+        Raises:
+            ConfigError: it has.
+        """
+        ids = tensors.get(self.entry)
+        if not isinstance(ids, Tensor) or ids.is_meta:
+            return
+        if (found := int((ids == self.token).sum())) != self.features:
+            raise ConfigError(
+                f"{self.entry} has {found} image tokens ({self.token}), and the images of a "
+                f"micro-batch have {self.features} features; give each image as many tokens as "
+                "the model's processor does"
+            )
+
+
+def image_tokens(
+    model: nn.Module, graph: fx.Graph, inputs: Mapping[fx.Node, int], names: Sequence[str]
+) -> list[ImageTokens]:
+    """Return what must hold of each micro-batch of a model whose configuration names the token.
+
+    Args:
+        model: Any; of one without such a configuration nothing is known.
+        graph: Its operations.
+        inputs: Placeholders of the micro-batch's tensors, with their positions.
+        names: Of these tensors, by position.
+    """
+    config = getattr(model, "config", None)
+    known = {getattr(config, key, None) for key in _KEYS} - {None}
+    found = []
+    for node in graph.nodes if known else ():
+        if node.op != "call_function" or node.target is not _SCATTER:
+            continue
+        values, mask, source = node.args
+        while mask.target in _RESHAPED:
+            mask = mask.args[0]
+        if mask.target is not _EQUAL or mask.args[0] not in inputs or mask.args[1] not in known:
+            continue
+        width = values.meta["val"].shape[-1]
+        features = source.meta["val"].numel() // width
+        found.append(ImageTokens(names[inputs[mask.args[0]]], mask.args[1], features))
+    return found

@@ -5,21 +5,28 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from atomtrain.analysis.export.conditions import CPU
 from atomtrain.analysis.export.export import loss_in
-from atomtrain.analysis.layers.by_hand import check_against_model, layers_by_hand
 from atomtrain.analysis.layers.chain import Chain, Layer
+from atomtrain.analysis.layers.checking import check_against_model, layers_by_hand
 from atomtrain.analysis.layers.exported_chain import exported_layers
 from atomtrain.analysis.layers.graph_layer import GraphLayer
-from atomtrain.analysis.layers.micro_batch import Entry, Inputs, MicroBatch
+from atomtrain.analysis.layers.micro_batch import (
+    Entry,
+    Inputs,
+    MicroBatch,
+    Traced,
+    entries_of,
+    numbered,
+)
 from atomtrain.errors import AnalysisError, ConfigError
 
-__all__ = ["HasLayers", "HasOutput", "Loss", "MicroBatch", "Traced", "chain_of"]
+__all__ = ["HasLayers", "Loss", "MicroBatch", "Traced", "chain_of"]
 
 Loss = Callable[..., Tensor]
 LOSS = "loss"
@@ -30,6 +37,9 @@ class HasLayers(Protocol):
     """A model that knows its own chain.
 
     The layers' modules must be submodules of the model, so that its parameters keep their names.
+    Where the layers depend on which of forward's arguments micro-batches have, the model has
+    `layers_given(names)` too. With `output_layers(names)`, of which the last one writes `output`,
+    what forward returns, the loss may be another one than the model's.
     """
 
     def chain_layers(self) -> Sequence[Layer]:
@@ -37,46 +47,7 @@ class HasLayers(Protocol):
         ...
 
 
-@runtime_checkable
-class HasOutput(Protocol):
-    """A model that knows its own chain up to its output, so that the loss can be another one."""
-
-    def output_layers(self, given: Sequence[str]) -> Sequence[Layer]:
-        """Return the layers; the last writes `output`, what forward returns.
-
-        Args:
-            given: The names of forward's arguments that micro-batches have.
-        """
-        ...
-
-
-@runtime_checkable
-class HasLayersGiven(Protocol):
-    """A model whose chain depends on which of forward's arguments micro-batches have."""
-
-    def layers_given(self, given: Sequence[str]) -> Sequence[Layer]:
-        """Return the layers as `chain_layers` does, for micro-batches with these names."""
-        ...
-
-
-class Traced(NamedTuple):
-    """A chain, and how a micro-batch becomes the chain's inputs."""
-
-    chain: Chain
-    bind: Callable[[MicroBatch], dict[str, Any]]
-    ready: Callable[[bool], None] = lambda training: None
-    """Call `ready(training)` before steps (`True`) and evaluations, in the mode that they run in.
-
-    Raises `AnalysisError` or `ConfigError` if the layers cannot run in that mode.
-    """
-    own: Callable[[MicroBatch, Callable[..., Any]], Tensor] | None = None
-    """`own(micro_batch, forward)` is the loss of what the model's `forward` returns; `None` of a
-    model that tells its layers, or whose modules are its layers."""
-
-
 class _LossLayer(nn.Module):
-    """Applies the caller's loss to the model's output and to the values kept for it."""
-
     def __init__(self, loss: Loss, extra: Sequence[str], as_mapping: bool, takes_batch: bool):
         super().__init__()
         self._loss, self._extra = loss, tuple(extra)
@@ -121,10 +92,8 @@ def chain_of(
         return _by_hand(model, example, loss, layers)
     if isinstance(model, HasLayers):
         names = _argument_names(model)
-        if isinstance(model, HasLayersGiven):
-            own = list(model.layers_given(_given(example, names)))
-        else:
-            own = list(model.chain_layers())
+        of_given = getattr(model, "layers_given", None)
+        own = list(of_given(_given(example, names)) if of_given else model.chain_layers())
         if not own or not own[-1].writes:
             raise AnalysisError(
                 f"chain_layers() of {type(model).__name__} must return at least one layer, and the "
@@ -134,7 +103,7 @@ def chain_of(
             return _with_outer_loss(model, names, example, loss)
         used = {name for layer in own for name in layer.reads}
         inputs = tuple(name for name in names if name in used)
-        return Traced(_chain(model, own, inputs, own[-1].writes[0]), _Binder(names, inputs))
+        return Traced(_chain(model, own, inputs, own[-1].writes[0]), _binder(names, inputs))
     if isinstance(model, nn.Sequential):
         return _sequential(model, example, loss)
     return _exported(model, example, loss, device)
@@ -167,7 +136,6 @@ def _exported(
 def _own_loss(
     inputs: Inputs, loss: Loss | None, example: MicroBatch, forward: Callable[..., Any]
 ) -> Tensor:
-    """Return the loss of what a model's `forward` returns for a micro-batch."""
     values = inputs.values(example)
     given = {entry.name: values[entry.name] for entry in inputs.of_forward}
     output = forward(**given) if inputs.as_mapping else forward(*given.values())
@@ -190,8 +158,6 @@ def _by_hand(
 
 
 class _OnOutput(nn.Module):
-    """The last layer of an exported model, its output rebuilt, and the caller's loss on it."""
-
     def __init__(
         self,
         module: GraphLayer,
@@ -227,15 +193,9 @@ def _sequential(model: nn.Sequential, example: MicroBatch, loss: Loss | None) ->
         raise AnalysisError("the nn.Sequential is empty; nothing can be trained")
     if not isinstance(example, Tensor) and len(example) == 0:
         raise ConfigError("the example is empty; give one micro-batch as training will use it")
-    entries: tuple[str, ...]
-    if isinstance(example, Mapping):
-        entries = tuple(example)
-        first = next(iter(inspect.signature(model.forward).parameters))
-        source = first if first in entries else entries[0]
-    else:
-        count = 1 if isinstance(example, Tensor) else len(example)
-        entries = tuple(f"input{index}" for index in range(count))
-        source = entries[0]
+    entries = tuple(entries_of(example, numbered(())))
+    first = next(iter(inspect.signature(model.forward).parameters))
+    source = first if first in entries else entries[0]
     layers, value = [], source
     # Not `named_children`, which leaves out a module that was used before (one nn.ReLU for all).
     for name, module in zip(model._modules, model, strict=True):
@@ -249,10 +209,11 @@ def _with_outer_loss(
 ) -> Traced:
     """Return the chain of a model that knows its layers, with the caller's loss on its output."""
     assert isinstance(model, nn.Module)
-    if not isinstance(model, HasOutput):
+    of_given = getattr(model, "output_layers", None)
+    if of_given is None:
         raise ConfigError(f"{type(model).__name__} computes its own loss; leave out loss=...")
     entries = _given(example, names)
-    layers = list(model.output_layers(entries))
+    layers = list(of_given(entries))
     return _joined(model, layers, entries, isinstance(example, Mapping), loss)
 
 
@@ -269,12 +230,10 @@ def _joined(
     layers[-1] = Layer(last.name, head, (*last.reads, *extra), (LOSS,))
     used = {name for layer in layers for name in layer.reads}
     inputs = tuple(name for name in entries if name in used)
-    return Traced(_chain(model, layers, inputs, LOSS), _Binder(entries, inputs))
+    return Traced(_chain(model, layers, inputs, LOSS), _binder(entries, inputs))
 
 
 class _Joined(nn.Module):
-    """The last layer followed by the loss."""
-
     def __init__(self, module: nn.Module, loss: nn.Module, reads: int) -> None:
         super().__init__()
         self.module, self.loss, self._reads = module, loss, reads
@@ -283,26 +242,17 @@ class _Joined(nn.Module):
         return self.loss(self.module(*values[: self._reads]), *values[self._reads :])
 
 
-class _Binder:
-    """Turns a micro-batch into the values that the chain reads."""
-
-    def __init__(self, names: Sequence[str], inputs: Sequence[str]) -> None:
-        self._names, self._inputs = tuple(names), tuple(inputs)
-
-    def __call__(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        given: dict[str, Any]
-        if isinstance(micro_batch, Mapping):
-            given = dict(micro_batch)
-        elif isinstance(micro_batch, Tensor):
-            given = {self._names[0]: micro_batch}
-        else:
-            given = dict(zip(self._names, micro_batch, strict=False))
-        if missing := [name for name in self._inputs if given.get(name) is None]:
+def _binder(names: Sequence[str], inputs: Sequence[str]) -> Callable[[MicroBatch], dict[str, Any]]:
+    def bind(micro_batch: MicroBatch) -> dict[str, Any]:
+        given = entries_of(micro_batch, names)
+        if missing := [name for name in inputs if given.get(name) is None]:
             raise ConfigError(
                 f"the micro-batch lacks {', '.join(missing)}; "
                 f"it has {', '.join(given) or 'nothing'}"
             )
-        return {name: given[name] for name in self._inputs}
+        return {name: given[name] for name in inputs}
+
+    return bind
 
 
 def _chain(model: nn.Module, layers: Sequence[Layer], inputs: tuple[str, ...], loss: str) -> Chain:
@@ -316,11 +266,8 @@ def _chain(model: nn.Module, layers: Sequence[Layer], inputs: tuple[str, ...], l
 
 
 def _given(example: MicroBatch, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of a micro-batch's entries, those without one numbered."""
-    if isinstance(example, Mapping):
-        return tuple(name for name, value in example.items() if value is not None)
-    count = 1 if isinstance(example, Tensor) else len(example)
-    return (*names[:count], *(f"input{index}" for index in range(len(names), count)))
+    entries = entries_of(example, numbered(names)).items()
+    return tuple(n for n, value in entries if not isinstance(example, Mapping) or value is not None)
 
 
 def _argument_names(model: nn.Module) -> tuple[str, ...]:
@@ -330,7 +277,6 @@ def _argument_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def _takes_batch(loss: Loss) -> bool:
-    """Return whether the loss wants the micro-batch as its second argument."""
     try:
         parameters = inspect.signature(loss).parameters.values()
     except (TypeError, ValueError):

@@ -22,7 +22,7 @@ from atomtrain.engine.devices.disk_file import DiskFile
 from atomtrain.engine.devices.host_memory import aligned_empty
 from atomtrain.errors import DiskError
 from atomtrain.files import replacing
-from atomtrain.planning.disk_catalogue import ASSUMED_DISK, disk
+from atomtrain.planning.catalogue import ASSUMED_DISK, disk
 from atomtrain.planning.plan.machine import Machine
 
 _VERSION = 1

@@ -38,10 +38,9 @@ from atomtrain.engine.devices.host_budget import host_memory
 from atomtrain.engine.devices.processor import EmulatedDevice, HostDevice
 from atomtrain.errors import ConfigError
 from atomtrain.planning.catalogue import Gpu, gpu_reported_as, machine_for
-from atomtrain.planning.cost.saved import SavedTensors
+from atomtrain.planning.cost.segments import SavedTensors
 from atomtrain.planning.plan.machine import Machine
-from atomtrain.planning.plan.schedule import training_visits
-from atomtrain.planning.plan.shape import Activation, Shape
+from atomtrain.planning.plan.shape import Activation, Shape, training_visits
 
 _STEALING_COPY_S = 0.01
 _ENOUGH_BYTES = 1 << 30

@@ -32,7 +32,7 @@ from atomtrain.engine.execution.compiled import CompiledLayer
 from atomtrain.engine.execution.graphs import WaitingGraph, Where
 from atomtrain.engine.execution.offload import Offload, Parcel
 from atomtrain.engine.execution.saved_script import Key, Script, key_of
-from atomtrain.planning.cost.saved import SavedTensors
+from atomtrain.planning.cost.segments import SavedTensors
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 _MOST_S = 3.0

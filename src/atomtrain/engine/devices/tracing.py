@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from atomtrain.planning.cost.timeline import Span, StreamName, label_of_layers
-from atomtrain.planning.plan.schedule import Phase
-from atomtrain.planning.plan.shape import Layers
+from atomtrain.planning.plan.shape import Layers, Phase
 
 
 class Record:

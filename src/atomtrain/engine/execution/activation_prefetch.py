@@ -17,8 +17,7 @@ from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.execution.boundary_activations import BoundaryActivations
 from atomtrain.planning.cost.timeline import label_of
 from atomtrain.planning.plan.plan import Plan
-from atomtrain.planning.plan.schedule import Phase, Visit
-from atomtrain.planning.plan.shape import Boundary
+from atomtrain.planning.plan.shape import Boundary, Phase, Visit
 
 
 class Wanted(NamedTuple):

@@ -36,11 +36,10 @@ from atomtrain.engine.execution.slots import Slots, Tensors
 from atomtrain.engine.state.buffers import DeviceBuffers
 from atomtrain.engine.state.store import HostStore
 from atomtrain.engine.updates.delivery import Delivery
-from atomtrain.planning.cost.saved import SavedTensors
+from atomtrain.planning.cost.segments import SavedTensors
 from atomtrain.planning.cost.timeline import label_of, label_of_layers
 from atomtrain.planning.plan.plan import Plan
-from atomtrain.planning.plan.schedule import Phase, Visit, evaluation_visits, training_visits
-from atomtrain.planning.plan.shape import Layers
+from atomtrain.planning.plan.shape import Layers, Phase, Visit, evaluation_visits, training_visits
 
 Values = Mapping[str, Any]
 """A micro-batch: the chain's inputs by name."""

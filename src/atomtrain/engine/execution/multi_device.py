@@ -33,7 +33,7 @@ from atomtrain.engine.updates.delivery import Delivery
 from atomtrain.engine.updates.shares import Share, Sums
 from atomtrain.engine.updates.updates import Updates
 from atomtrain.planning.plan.plan import Plan
-from atomtrain.planning.plan.schedule import Visit
+from atomtrain.planning.plan.shape import Visit
 
 T = TypeVar("T")
 _TABLES = ("_parameters", "_buffers", "_modules")

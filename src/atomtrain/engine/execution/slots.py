@@ -33,10 +33,9 @@ from atomtrain.engine.state.store import HostStore
 from atomtrain.engine.updates.delivery import Delivery
 from atomtrain.engine.updates.device_updates import DeviceUpdates
 from atomtrain.planning.cost.timeline import label_of
-from atomtrain.planning.plan.gradient_staging import ROOMS
+from atomtrain.planning.plan.layout import ROOMS
 from atomtrain.planning.plan.plan import Plan
-from atomtrain.planning.plan.schedule import Phase, Visit
-from atomtrain.planning.plan.shape import Layers
+from atomtrain.planning.plan.shape import Layers, Phase, Visit
 
 Tensors = list[dict[str, Tensor]]
 """For each layer of a segment, its parameters on the device by the module's own names."""
@@ -61,7 +60,6 @@ class Slots:
             self._collector,
             self._first,
             plan.device_blocks,
-            plan.early_blocks,
         )
         self.there = DeviceUpdates(plan.device_blocks, self._residents, device, updates.whole)
         """Updates on the device."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.devices.device import Device
-from atomtrain.planning.plan.schedule import Phase
+from atomtrain.planning.plan.shape import Phase
 
 
 class DeviceBuffers:

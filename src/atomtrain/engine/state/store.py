@@ -16,8 +16,7 @@ from atomtrain.engine.state.disk_parameters import DiskArena, StagedLoads
 from atomtrain.engine.state.disk_placement import Placement
 from atomtrain.engine.state.gradients import accept_wide
 from atomtrain.errors import AnalysisError, ConfigError
-from atomtrain.planning.plan.gradient_staging import HostGradients, every_gradient
-from atomtrain.planning.plan.layout import Layout
+from atomtrain.planning.plan.layout import HostGradients, Layout, every_gradient
 
 
 class HostStore:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from atomtrain.native import library, pool
-from atomtrain.native.library import address
-from atomtrain.native.updates import GRADIENTS
+from atomtrain.native.library import GRADIENTS, address
 
 _LOG = logging.getLogger(__name__)
 _SPIKE = 4096.0

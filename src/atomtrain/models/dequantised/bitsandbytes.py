@@ -40,8 +40,6 @@ _MOST_STATE_BYTES = 1 << 16
 
 
 class _State(NamedTuple):
-    """What the JSON says of one matrix."""
-
     shape: tuple[int, ...]
     block: int
     dtype: torch.dtype
@@ -158,7 +156,6 @@ def _slices_4(name: str, state: _State, files: WeightFiles) -> Iterator[Tensor]:
 
 
 def _factors(name: str, state: _State, files: WeightFiles) -> Tensor:
-    """Return each block's factor, float32."""
     stored = files.read(f"{name}.absmax")
     if not state.nested_block:
         return stored

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from atomtrain.errors import DataError
-from atomtrain.models.dequantised import bitsandbytes, fp8, integers, mxfp4
+from atomtrain.models.dequantised import bitsandbytes, floats, integers
 from atomtrain.models.dequantised.packed import Entries, Packed
 from atomtrain.models.hugging_face import read_quantisation
 from atomtrain.models.weights.files import Entry, WeightFiles, check_target, is_finite
 
 _FINDING: dict[str, Callable[[Entries, Mapping[str, Any]], list[Packed]]] = {
-    "fp8": fp8.find,
-    "mxfp4": mxfp4.find,
+    "fp8": floats.find_fp8,
+    "mxfp4": floats.find_mxfp4,
     "bitsandbytes": bitsandbytes.find,
     "gptq": integers.find_gptq,
     "awq": integers.find_awq,

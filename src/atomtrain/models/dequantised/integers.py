@@ -34,8 +34,6 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class _Layout(NamedTuple):
-    """How one matrix is packed."""
-
     stem: str
     """Name of the layer, with the dot."""
     inputs: int
@@ -137,7 +135,6 @@ def _awq_slices(layout: _Layout, files: WeightFiles) -> Iterator[Tensor]:
 
 
 def _output_ranges(layout: _Layout) -> Iterator[tuple[int, int]]:
-    """Yield ranges of outputs that begin at whole words."""
     per_word = _WORD // layout.bits
     step = max(1, SLICE_ELEMENTS // layout.inputs // per_word) * per_word
     for first in range(0, layout.outputs, step):

@@ -80,7 +80,6 @@ def check_part(
 
 
 def unfit(entries: Entries, name: str, reason: str) -> DataError:
-    """Return the error of a stored tensor that cannot be what it should be."""
     entry = entries[name]
     return DataError(
         f"{entry.file} holds {name!r} of shape {list(entry.shape)}, {reason}; give a complete copy "
@@ -89,7 +88,6 @@ def unfit(entries: Entries, name: str, reason: str) -> DataError:
 
 
 def elements(shape: Sequence[int]) -> int:
-    """Return how many elements a shape has."""
     return math.prod(shape)
 
 

@@ -35,7 +35,6 @@ class Conversion(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors that it takes."""
         return [name for names in self.sources.values() for name in names]
 
     def run(self, read: Read) -> dict[str, Tensor]:
@@ -144,8 +143,6 @@ def names_in_files(model: Any) -> dict[str, list[str]]:
 
 
 class _Grouped:
-    """Gathers the tensors that one conversion takes."""
-
     def __init__(
         self, model: nn.Module, converters: Sequence[Any], renamings: Sequence[Any] = ()
     ) -> None:
@@ -167,12 +164,10 @@ class _Grouped:
         self._made[key].sources.setdefault(pattern, []).append(name)
 
     def conversions(self) -> list[Conversion]:
-        """Return them all."""
         return list(self._made.values())
 
 
 def _parts(table: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the renamings and the converters of a table."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     rows = list(table)

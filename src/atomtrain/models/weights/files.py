@@ -49,8 +49,6 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Entry(NamedTuple):
-    """Where one tensor lies."""
-
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -59,7 +57,6 @@ class Entry(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -95,7 +92,6 @@ class WeightFiles:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors as stored."""
         return sum(entry.size_bytes for entry in self.entries.values())
 
     def read_into(self, name: str, target: Tensor) -> None:
@@ -181,7 +177,6 @@ def check_target(entry: Entry, name: str, target: Tensor) -> None:
 
 @contextmanager
 def _opened(entry: Entry, first: int = 0) -> Iterator[BinaryIO]:
-    """Open a tensor's file at one of its elements."""
     try:
         with entry.file.open("rb", buffering=0) as stream:
             stream.seek(entry.start + first * entry.dtype.itemsize)
@@ -297,7 +292,6 @@ def _entry(file: Path, body: int, value: dict[str, Any]) -> Entry:
 
 
 def _read_exactly(stream: BinaryIO, target: Tensor) -> None:
-    """Fill a contiguous 1-D tensor from where the stream is."""
     if target.numel() == 0:
         return
     view = memoryview(target.view(torch.uint8).numpy().data)

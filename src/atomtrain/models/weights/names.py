@@ -17,15 +17,12 @@ _LONGEST_REASON = 200
 
 
 class Source(NamedTuple):
-    """What one of a model's tensors is made of."""
-
     name: str
     """The model's name of it."""
     conversion: Conversion
 
     @property
     def stored(self) -> list[str]:
-        """Names in the files."""
         return self.conversion.names
 
     def read(self, files: WeightFiles) -> Tensor:
@@ -42,8 +39,6 @@ class Source(NamedTuple):
 
 
 class _Folder(NamedTuple):
-    """A folder's files, seen by a model."""
-
     files: WeightFiles
     conversions: list[Conversion]
     sources: dict[str, Source]
@@ -55,7 +50,6 @@ class _Folder(NamedTuple):
     """What transformers would write of each of the model's tensors."""
 
     def lacking(self, name: str) -> list[str]:
-        """Return what the files lack of one of the model's tensors."""
         return [each for each in self.published.get(name, [name]) if each not in self.files]
 
 
@@ -125,7 +119,6 @@ def _outline(name: str, files: WeightFiles) -> Tensor:
 
 
 def _unique(model: nn.Module) -> Iterator[tuple[list[str], nn.Parameter]]:
-    """Yield each parameter once, with all of its names."""
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-/* What updates are told; `atomtrain.native.updates` has the same in Python. */
+/* What updates are told; `atomtrain.native.library` has the same in Python. */
 #ifndef ATOM_UPDATES_H
 #define ATOM_UPDATES_H
 

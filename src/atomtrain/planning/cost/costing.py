@@ -21,23 +21,28 @@ from atomtrain.analysis.layers.chain import Chain
 from atomtrain.errors import PlanError
 from atomtrain.planning.cost.host import HostTime, host_time, without
 from atomtrain.planning.cost.segments import Segments, segments_of, sending_all
-from atomtrain.planning.cost.tables import Basis, Offloaded, Offloading, VisitTable
+from atomtrain.planning.cost.tables import (
+    Basis,
+    Offloaded,
+    Offloading,
+    Traffic,
+    VisitTable,
+    between,
+)
 from atomtrain.planning.cost.timeline import (
     DiskWork,
     Span,
     StepTime,
     VisitTime,
     label_of_layers,
-    predict,
     step_spans,
+    step_time,
 )
-from atomtrain.planning.cost.traffic import Traffic, between
 from atomtrain.planning.plan.disk import DiskUse, States, disk_use
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.machine import Machine
 from atomtrain.planning.plan.plan import Plan
-from atomtrain.planning.plan.schedule import Phase, Visit, training_visits
-from atomtrain.planning.plan.shape import Activation, Boundary, Shape
+from atomtrain.planning.plan.shape import Activation, Boundary, Phase, Shape, Visit, training_visits
 from atomtrain.planning.plan.updating import UpdateModel, two_moments
 
 Array = NDArray[np.float64]
@@ -55,7 +60,6 @@ class Given:
     machine: Machine
 
     def sending_all(self) -> Given:
-        """Return the same for plans whose offloaded segments make nothing again."""
         chain, costs = sending_all(self.chain, self.costs)
         times = {kind: time.sending_all() for kind, time in self.times.items()}
         return Given(chain=chain, costs=costs, times=times, machine=self.machine)
@@ -68,8 +72,6 @@ class Place(NamedTuple):
     boundary: Boundary
     on_device: frozenset[int] = frozenset()
     """Those of the resident blocks that are updated on the device."""
-    early: frozenset[int] = frozenset()
-    """Those of the resident blocks that come in pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,13 +136,9 @@ class Costing:
         )
 
     def step(self, shape: Shape) -> StepTime:
-        """Return the predicted step of a shape."""
-        visits = training_visits(shape)
-        times, disk = self.visit_times(shape, visits), self.disk_work(shape.device_blocks)
-        return predict(visits, times, disk, spends=self._spends)
+        return step_time(self.spans(shape))
 
     def spans(self, shape: Shape) -> list[Span]:
-        """Return the spans of the predicted step of a shape."""
         visits = training_visits(shape)
         times, disk = self.visit_times(shape, visits), self.disk_work(shape.device_blocks)
         return step_spans(visits, times, disk, spends=self._spends)
@@ -148,7 +146,7 @@ class Costing:
     def visit_times(self, shape: Shape, visits: Sequence[Visit]) -> list[VisitTime]:
         """Return the seconds of each visit of a shape."""
         resident, on_device = frozenset(shape.resident_blocks), frozenset(shape.device_blocks)
-        place = Place(resident, shape.boundary, on_device, frozenset(shape.early_blocks))
+        place = Place(resident, shape.boundary, on_device)
         times = []
         for visit in visits:
             table = self.table(visit.phase, place, load=visit.load, activation=visit.activation)
@@ -175,7 +173,7 @@ class Costing:
         """
         key = (phase, place, load, activation)
         if key not in self._tables:
-            moved = self.traffic.moved(place.resident, place.on_device, place.early)
+            moved = self.traffic.moved(place.resident, place.on_device)
             self._tables[key] = VisitTable(
                 self._basis, moved, phase, place.boundary, load=load, activation=activation
             )
@@ -226,33 +224,6 @@ def spans_of(
         clips: As in the plan's request.
         updates: As in the plan's request.
     """
-    costing, aside = _costing(plan, given, states, clips=clips, updates=updates)
-    spans = costing.spans(plan.shape)
-    return _with_host(spans, aside, plan.host_layers) if plan.host_layers else spans
-
-
-def step_s_of(
-    plan: Plan,
-    given: Given,
-    *,
-    states: States | None = None,
-    clips: bool = False,
-    updates: UpdateModel | None = None,
-) -> float:
-    """Return the predicted seconds of a plan's step; arguments as for `spans_of`."""
-    costing, aside = _costing(plan, given, states, clips=clips, updates=updates)
-    return costing.step(plan.shape).step_s + aside.step_s
-
-
-def _costing(
-    plan: Plan,
-    given: Given,
-    states: States | None,
-    *,
-    clips: bool,
-    updates: UpdateModel | None,
-) -> tuple[Costing, HostTime]:
-    """Return what a plan's whole chain takes, and what its layers on the host do."""
     if not plan.remakes:
         given = given.sending_all()
     chain, costs, count = given.chain, given.costs, plan.host_layers
@@ -265,16 +236,14 @@ def _costing(
         updates=updates,
         spends=plan.spends,
     )
+    spans = Costing(given, layout, steps).spans(plan.shape)
+    if not count:
+        return spans
+    disk = disk_use(chain, layout, states or {}, plan.on_disk)
     aside = host_time(
-        chain,
-        costs,
-        count,
-        given.machine,
-        plan.micro_batches,
-        disk_use(chain, layout, states or {}, plan.on_disk),
-        updates or two_moments(chain),
+        chain, costs, count, given.machine, plan.micro_batches, disk, updates or two_moments(chain)
     )
-    return Costing(given, layout, steps), aside
+    return _with_host(spans, aside, count)
 
 
 def _with_host(spans: Sequence[Span], aside: HostTime, host_layers: int) -> list[Span]:

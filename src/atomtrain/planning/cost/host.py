@@ -66,9 +66,7 @@ def _without(chain: Chain, costs: ChainCosts, host_layers: int) -> Rest:
 def blocks_of_host(chain: Chain, rest: Chain, of_rest: Layout, host_layers: int) -> frozenset[int]:
     """Return the blocks of the rest of which layers on the host use a part."""
     used = {id(p) for layer in chain.layers[:host_layers] for p in layer.parameters.values()}
-    offsets = [of_rest.offsets[id(p)] for p in rest.parameters if id(p) in used]
-    ranges = [(block, *of_rest.block_range(block)) for block in range(of_rest.blocks)]
-    return frozenset(b for b, start, stop in ranges if any(start <= o < stop for o in offsets))
+    return frozenset(of_rest.block_of[id(p)] for p in rest.parameters if id(p) in used)
 
 
 class HostTime(NamedTuple):
@@ -81,7 +79,6 @@ class HostTime(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Of the whole step."""
         return self.forward_s + self.backward_s
 
 
@@ -140,6 +137,5 @@ def whole_shape(shape: Shape, chain: Chain, rest: Chain, host_layers: int) -> Sh
         backward_bounds=tuple(bound + host_layers for bound in shape.backward_bounds),
         resident_blocks=whole(shape.resident_blocks),
         device_blocks=whole(shape.device_blocks),
-        early_blocks=whole(shape.early_blocks),
         host_layers=host_layers,
     )

@@ -22,10 +22,8 @@ from atomtrain.analysis.layers.chain import Chain
 from atomtrain.planning.cost.segments import segments_of
 from atomtrain.planning.cost.visit_memory import visit_bytes
 from atomtrain.planning.plan.disk import DiskUse
-from atomtrain.planning.plan.gradient_staging import host_gradients
-from atomtrain.planning.plan.layout import Layout
-from atomtrain.planning.plan.schedule import Phase, training_visits
-from atomtrain.planning.plan.shape import Activation, Boundary, Shape
+from atomtrain.planning.plan.layout import Layout, host_gradients
+from atomtrain.planning.plan.shape import Activation, Boundary, Phase, Shape, training_visits
 from atomtrain.planning.plan.updating import UpdateModel, two_moments
 
 _PROCESS_BYTES = 4608 << 10
@@ -47,8 +45,6 @@ def process_bytes(layers: int, sent_storages: int) -> int:
 
 
 class Sizes(NamedTuple):
-    """The device buffers of a shape."""
-
     slot_bytes: int
     gradient_bytes: int
 
@@ -84,7 +80,6 @@ class MemoryModel:
 
     @property
     def updates_on_device(self) -> bool:
-        """Whether the optimizer can run on the device."""
         return self._updates.device_scratch_bytes is not None
 
     @property
@@ -93,7 +88,6 @@ class MemoryModel:
         return self._updates.device_scratch_bytes or 0
 
     def device_bytes(self, shape: Shape) -> int:
-        """Return the peak on the device."""
         work = kept = 0
         there = bool(shape.device_blocks)
         away = {
@@ -251,7 +245,6 @@ class MemoryModel:
         return self.micro_batches * self._all.sent_table
 
     def saved_bytes(self, start: int, stop: int) -> int:
-        """Return what all micro-batches save in a segment."""
         return self.micro_batches * self.saved.of(start, stop).n_bytes
 
     def sent_bytes(self, start: int, stop: int) -> int:

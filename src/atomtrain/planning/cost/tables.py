@@ -1,11 +1,12 @@
-"""Seconds of one kind of visit to all segments at once; a field is made when it is first needed.
+"""Bytes and seconds of one kind of visit to all segments at once, `[start, stop]`.
 
-Most families of plans are compared by their bounds alone, which need little of a table.
+Bytes are sums over layers, and what shared weights add. A field of seconds is made when it is first
+needed: most families of plans are compared by their bounds alone, which need little of a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,13 +15,126 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atomtrain.planning.cost.timeline import VisitTime
-from atomtrain.planning.cost.traffic import Moved
+from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.machine import Machine
-from atomtrain.planning.plan.schedule import Phase
-from atomtrain.planning.plan.shape import Activation, Boundary
-from atomtrain.planning.plan.updating import ADAMW_BYTES
+from atomtrain.planning.plan.shape import Activation, Boundary, Phase
+from atomtrain.planning.plan.updating import ADAMW_BYTES, BlockUpdate
 
 Array = NDArray[np.float64]
+_NONE: frozenset[int] = frozenset()
+
+
+class Moved(NamedTuple):
+    """Sums over segments, `[start, stop]`."""
+
+    segment: Array
+    """Bytes in a slot."""
+    coming: Array
+    """Bytes of resident blocks that come from the host."""
+    gradient: Array
+    """Bytes in a gradient buffer."""
+    leaving: Array
+    """Bytes of the gradients of resident blocks that leave."""
+    updated: Array
+    """What the host updates, in AdamW parameters."""
+    updated_there: Array
+    """What the device updates, in its AdamW parameters."""
+    seeds: Array
+    """Bytes of gradients that come back to be added to."""
+
+
+class Traffic:
+    """Answers what visits move, by what is resident."""
+
+    def __init__(self, layout: Layout, updated: Sequence[BlockUpdate], host_layers: int) -> None:
+        self._layout, self._updated, self._first = layout, updated, host_layers
+        self._moved: dict[tuple[frozenset[int], frozenset[int]], Moved] = {}
+        self._largest: dict[frozenset[int], tuple[Array, Array]] = {}
+
+    def moved(
+        self,
+        resident: frozenset[int],
+        on_device: frozenset[int] = _NONE,
+    ) -> Moved:
+        key = resident, on_device
+        if key not in self._moved:
+            layout, count = self._layout, len(self._layout.layers)
+            updates = self._updated[:count]
+            here = [0.0 if b in on_device else u.host_work for b, u in enumerate(updates)]
+            there = [u.device_work if b in on_device else 0.0 for b, u in enumerate(updates)]
+            own = [layout.block_bytes(block) for block in range(count)]
+            gradients = [layout.gradients.block_bytes(block) for block in range(count)]
+            leaves = [block in resident and block not in on_device for block in range(count)]
+            moved = Moved(
+                segment=between([n * (block not in resident) for block, n in enumerate(own)]),
+                coming=between([n * leaves[block] for block, n in enumerate(own)]),
+                gradient=between([n * (b not in resident) for b, n in enumerate(gradients)]),
+                leaving=between([n * leaves[block] for block, n in enumerate(gradients)]),
+                updated=between(here),
+                updated_there=between(there),
+                seeds=np.zeros((count + 1, count + 1)),
+            )
+            for block in range(count, layout.blocks):
+                moved = self._with_shared(moved, block, resident, on_device)
+            self._moved[key] = moved
+        return self._moved[key]
+
+    def _with_shared(
+        self,
+        moved: Moved,
+        block: int,
+        resident: frozenset[int],
+        on_device: frozenset[int],
+    ) -> Moved:
+        users, n_bytes = self._layout.users(block, self._first), self._layout.block_bytes(block)
+        gradient_bytes = self._layout.gradients.block_bytes(block)
+        if not users:
+            return moved
+        start, stop = np.indices(moved.segment.shape)
+        used = np.zeros(moved.segment.shape, bool)
+        for user in users:
+            used |= (start <= user) & (user < stop)
+        first = (start <= users[0]) & (users[0] < stop)
+        work = self._updated[block]
+        if block in on_device:
+            return moved._replace(updated_there=moved.updated_there + work.device_work * first)
+        moved = moved._replace(updated=moved.updated + work.host_work * first)
+        if block in resident:
+            return moved._replace(
+                coming=moved.coming + n_bytes * first,
+                leaving=moved.leaving + gradient_bytes * first,
+            )
+        return moved._replace(
+            segment=moved.segment + n_bytes * used,
+            gradient=moved.gradient + gradient_bytes * used,
+            seeds=moved.seeds + gradient_bytes * (used & (users[-1] >= stop)),
+        )
+
+    def most_gradient_bytes(self, resident: frozenset[int], slot_bytes: int) -> int:
+        wide = self._layout.gradient_factor
+        if self._layout.gradients is self._layout:
+            return wide * slot_bytes
+        sizes, largest = self._largest_gradients(resident)
+        fitting = int(np.searchsorted(sizes, slot_bytes, side="right"))
+        return wide * int(largest[fitting - 1]) if fitting else 0
+
+    def _largest_gradients(self, resident: frozenset[int]) -> tuple[Array, Array]:
+        """Return all segments' bytes in increasing order, and the largest gradient up to each."""
+        if resident not in self._largest:
+            moved = self.moved(resident)
+            start, stop = np.triu_indices(len(moved.segment), 1)
+            sizes = moved.segment[start, stop]
+            order = np.argsort(sizes)
+            largest = np.maximum.accumulate(moved.gradient[start, stop][order])
+            self._largest[resident] = sizes[order], largest
+        return self._largest[resident]
+
+
+def between(values: Sequence[float]) -> Array:
+    """Return the sums of `values[start:stop]`, 0 where `stop` is not above `start`."""
+    sums = np.concatenate(([0.0], np.cumsum(np.asarray(values, float))))
+    between: Array = np.triu(sums[None, :] - sums[:, None])
+    return between
 
 
 class Offloaded(NamedTuple):
@@ -85,13 +199,11 @@ class VisitTable:
         self._share = basis.machine.both_ways_share if self._backward else 1.0
 
     def at(self, start: int, stop: int) -> VisitTime:
-        """Return the seconds of the visit to one segment."""
         fields = (getattr(self, name) for name in VisitTime._fields)
         return VisitTime(*(float(column[start, stop]) for column in fields))
 
     @cached_property
     def load_s(self) -> Array:
-        """Seconds of loads on the link."""
         return _copied_s(
             self._loaded, self._share * self._machine.load_bytes_per_s, self._machine.copy_s
         )
@@ -114,7 +226,6 @@ class VisitTable:
 
     @cached_property
     def unload_s(self) -> Array:
-        """Seconds of unloads on the link."""
         rate = self._share * self._machine.unload_bytes_per_s
         return _copied_s(self._unloaded, rate, self._machine.copy_s)
 
@@ -196,7 +307,6 @@ class VisitTable:
 
     @cached_property
     def visit_s(self) -> Array:
-        """How long the visits last."""
         lasting: Array = np.maximum(self.compute_s, np.maximum(self.fetch_s, self.save_s))
         return lasting
 
@@ -206,7 +316,6 @@ class VisitTable:
 
     @cached_property
     def _loaded(self) -> Array:
-        """Bytes of parameters that are loaded."""
         if not self._load:
             return self._nothing
         # Resident blocks come with the first of their users or in pieces with all layers up to it;
@@ -217,7 +326,6 @@ class VisitTable:
 
     @cached_property
     def _unloaded(self) -> Array:
-        """Bytes of gradients."""
         if not self._backward:
             return self._nothing
         return self._basis.gradient_factor * (self._moved.gradient + self._moved.leaving)
@@ -244,6 +352,5 @@ class VisitTable:
 
 
 def _copied_s(n_bytes: Array, bytes_per_s: float, start_s: float) -> Array:
-    """Return the seconds of copies, with what they take beside their bytes."""
     copied_s: Array = n_bytes / bytes_per_s
     return copied_s + start_s * (n_bytes > 0) if start_s else copied_s

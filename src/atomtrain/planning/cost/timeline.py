@@ -7,12 +7,11 @@ update is the last to be done, and the first load of the next step waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from atomtrain.planning.plan.gradient_staging import ROOMS
-from atomtrain.planning.plan.schedule import Phase, Visit
-from atomtrain.planning.plan.shape import Layers
+from atomtrain.planning.plan.layout import ROOMS
+from atomtrain.planning.plan.shape import Layers, Phase, Visit
 
 StreamName = Literal["compute", "load", "unload", "update", "fetch", "save", "read", "write"]
 
@@ -79,8 +78,6 @@ class DiskWork(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One piece of work on one stream."""
-
     stream: StreamName
     label: str
     """Phase and layers, such as `forward 3-5`."""
@@ -104,7 +101,6 @@ class StepTime(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """The busiest resource."""
         busy = {
             "compute": self.compute_s,
             "link (host to device)": self.load_s,
@@ -115,17 +111,11 @@ class StepTime(NamedTuple):
         return max(busy, key=lambda name: busy[name])
 
 
-def predict(
-    visits: Sequence[Visit],
-    times: Sequence[VisitTime],
-    disk: DiskWork | None = None,
-    *,
-    spends: bool = False,
-) -> StepTime:
-    """Return the step that the visits make; arguments as for `step_spans`."""
+def step_time(spans: Iterable[Span]) -> StepTime:
+    """Return the step that these spans make."""
     busy = dict.fromkeys(get_args(StreamName), 0.0)
     end_s = 0.0
-    for span in step_spans(visits, times, disk, spends=spends):
+    for span in spans:
         busy[span.stream] += span.end_s - span.start_s
         end_s = max(end_s, span.end_s)
     return StepTime(
@@ -151,7 +141,7 @@ def step_spans(
         visits: Of a training step.
         times: The seconds of each visit.
         disk: What updates take where they go on in the next forward, or state is on disk.
-        spends: Whether gradients share rooms on the host (`planning/plan/gradient_staging.py`).
+        spends: Whether gradients share rooms on the host (`planning/plan/layout.py`).
     """
     clips = disk is not None and disk.clips
     streams = Streams(updates=not clips, spends=spends)
@@ -240,11 +230,9 @@ class Streams:
 
 
 def label_of(visit: Visit) -> str:
-    """Return phase and layers of a visit, for people."""
     return label_of_layers(visit.phase, visit.layers)
 
 
 def label_of_layers(phase: Phase, layers: Layers) -> str:
-    """Return a phase and its layers, for people."""
     start, stop = layers
     return f"{phase.value} {start if stop == start + 1 else f'{start}-{stop - 1}'}"

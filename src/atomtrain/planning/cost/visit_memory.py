@@ -16,8 +16,7 @@ import numpy as np
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.planning.plan.layout import Layout
-from atomtrain.planning.plan.schedule import Phase
-from atomtrain.planning.plan.shape import Activation, Boundary
+from atomtrain.planning.plan.shape import Activation, Boundary, Phase
 
 Bytes = Any
 """An int, or int64 for all segments: `[start, stop]`."""
@@ -130,8 +129,6 @@ class Workspace(NamedTuple):
 
 
 class Workspaces:
-    """The workspace of every segment of a chain."""
-
     def __init__(self, chain: Chain, costs: ChainCosts, layout: Layout) -> None:
         self._layers, self._layout = costs.layers, layout
         last_reader: dict[str, int] = {}
@@ -145,7 +142,6 @@ class Workspaces:
         self._rows: dict[int, list[Workspace]] = {}
 
     def of(self, start: int, stop: int) -> Workspace:
-        """Return the workspace of layers `start` to `stop`."""
         if start not in self._rows:
             self._rows[start] = self._row(start)
         space = self._rows[start][stop - start - 1]
@@ -180,7 +176,6 @@ class Workspaces:
         return max(_held_at(index, weights) for index in range(start, stop))
 
     def _shared_within(self, start: int, stop: int) -> list[tuple[list[int], int]]:
-        """Return users and bytes of each weight that several of these layers share."""
         weights = []
         for shared in self._layout.shared:
             users = [user for user in shared.users if start <= user < stop]
@@ -214,7 +209,6 @@ class Workspaces:
 
 
 def _held_at(index: int, weights: list[tuple[list[int], int]]) -> int:
-    """Return what shared weights' gradients take while backward is in a layer."""
     return sum(
         (1 + (index in users)) * n_bytes
         for users, n_bytes in weights

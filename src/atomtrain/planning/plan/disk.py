@@ -55,8 +55,6 @@ States = Mapping[int, StateBytes]
 
 @dataclass(frozen=True, kw_only=True)
 class DiskRequest:
-    """State may lie on disk."""
-
     states: States
     on_disk: OnDisk | None = None
     """Exactly this, or `None` for as little as host memory demands."""
@@ -113,7 +111,6 @@ def choices(request: DiskRequest | None, devices: int = 1) -> list[OnDisk]:
 
 
 def paged(n_bytes: int) -> int:
-    """Return a size rounded up to whole pages."""
     return -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -153,7 +150,7 @@ class DiskUse:
 
     @property
     def slots(self) -> list[int]:
-        """The bytes of each staging slot."""
+        """Bytes of each staging slot."""
         return staging_slots([sum(block) for block in self.blocks])
 
     @property
@@ -173,23 +170,16 @@ class DiskUse:
 
     @property
     def file_bytes(self) -> int:
-        """What the disk must hold."""
+        """What the disk must hold, and what is written a step."""
         return sum(sum(block) for block in self.blocks)
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes written a step."""
-        return self.file_bytes
 
 
 def disk_use(chain: Chain, layout: Layout, states: States, on_disk: OnDisk) -> DiskUse:
-    """Return what a choice means for a chain."""
     state = [0] * layout.blocks
     saved = 0
-    block_of = blocks_by_parameter(chain, layout)
     for parameter in chain.parameters:
         tensors = tensors_on_disk(states.get(id(parameter), StateBytes(())), on_disk)
-        state[block_of[id(parameter)]] += sum(map(paged, tensors))
+        state[layout.block_of[id(parameter)]] += sum(map(paged, tensors))
         saved += sum(tensors)
     saved_state = saved
     whole = "parameters" in on_disk
@@ -199,17 +189,6 @@ def disk_use(chain: Chain, layout: Layout, states: States, on_disk: OnDisk) -> D
     saved += layout.total_bytes if whole else 0
     blocks = tuple(BlockBytes(*both) for both in zip(state, parameters, strict=True))
     return DiskUse(on_disk, blocks, saved, saved_state)
-
-
-def blocks_by_parameter(chain: Chain, layout: Layout) -> dict[int, int]:
-    """Return the block of each parameter, by the parameter's `id`."""
-    places = {weight.start_bytes: i for i, weight in enumerate(layout.shared, len(layout.layers))}
-    found = {}
-    for parameter in chain.parameters:
-        users = chain.users[id(parameter)]
-        alone = len(users) == 1
-        found[id(parameter)] = users[0] if alone else places[layout.offsets[id(parameter)]]
-    return found
 
 
 def staging_slots(records: Sequence[int]) -> list[int]:

@@ -7,16 +7,24 @@ all parameters are trainable it is the same one. Gradients may be wider than par
 of their table is to be multiplied by `gradient_factor`.
 
 A *block* is what is updated at once: a layer's own parameters, or one shared weight.
+
+Without clipping a gradient is spent as soon as it came. Then a few *rooms* on the host will do,
+each as large as the largest segment's gradients, which backward's segments take in turn: a
+segment's gradients leave the device once the update of the one that had the room before is done.
+What adds up on the host keeps a place of its own: weights that several segments share, unless they
+are resident, and those of layers on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 from atomtrain.analysis.layers.chain import Chain
+from atomtrain.planning.plan.shape import Layers, Shape
 
 ALIGNMENT_BYTES = 128
 """Enough for every vector unit and for CUDA's copies; equal alignment also keeps CPU kernels on
@@ -27,16 +35,12 @@ peers that compute in either divide the model alike."""
 
 
 class Piece(NamedTuple):
-    """A range of the arena and where it lies in the slot that its segment is loaded into."""
-
     start_bytes: int
     stop_bytes: int
     slot_bytes: int
 
 
 class Shared(NamedTuple):
-    """A weight that several layers use."""
-
     start_bytes: int
     stop_bytes: int
     users: tuple[int, ...]
@@ -106,12 +110,10 @@ class Layout:
         return self.total_bytes + self.gradient_factor * self.gradients.total_bytes
 
     def block_arena_bytes(self, block: int) -> int:
-        """Return the bytes of a block and its gradients."""
         start, stop = self.gradient_range(block)
         return self.block_bytes(block) + stop - start
 
     def block_bytes(self, block: int) -> int:
-        """Return the bytes of a block."""
         start, stop = self.block_range(block)
         return stop - start
 
@@ -121,26 +123,7 @@ class Layout:
         users = (block,) if shared < 0 else self.shared[shared].users
         return tuple(user for user in users if user >= start)
 
-    def early_range(self, block: int, start: int, stop: int, first: int = 0) -> tuple[int, int]:
-        """Return which bytes of a block, counted from its own first one, come with layers `start`
-        to `stop` if it comes early: an equal piece with each layer up to the first that uses it.
-
-        Args:
-            block: With a user from `first` on.
-            start: The first layer.
-            stop: The layer after the last one.
-            first: The first layer that runs on the device.
-        """
-        layers = self.users(block, first)[0] + 1 - first
-        units = self.block_bytes(block) // ALIGNMENT_BYTES
-        low, high = (
-            ALIGNMENT_BYTES * (units * min(max(at - first, 0), layers) // layers)
-            for at in (start, stop)
-        )
-        return low, high
-
     def blocks_of(self, start: int, stop: int) -> list[int]:
-        """Return the blocks that layers `start` to `stop` need."""
         shared = [
             len(self.layers) + index
             for index, weight in enumerate(self.shared)
@@ -171,12 +154,69 @@ class Layout:
         return pieces
 
     def segment_bytes(self, start: int, stop: int, resident: Collection[int] = ()) -> int:
-        """Return the slot bytes that layers `start` to `stop` occupy."""
         blocks = self.blocks_of(start, stop)
         return sum(self.block_bytes(block) for block in blocks if block not in resident)
 
 
 def _aligned_bytes(parameter: Tensor) -> int:
-    """Return the bytes of a parameter and of what it is padded with."""
     unit = max(ALIGNMENT_BYTES, _ALIGNMENT_ELEMENTS * parameter.element_size())
     return -(-parameter.nbytes // unit) * unit
+
+
+ROOMS = 2
+"""One is filled while the other is spent."""
+
+
+class HostGradients(NamedTuple):
+    """The host's buffer of gradients."""
+
+    starts: Mapping[int, int]
+    """First byte of each block's gradients, by block; those that never come to the host have none.
+    """
+    total_bytes: int
+    rooms: Mapping[Layers, int]
+    """Which room a segment of backward takes; empty if every block has a place of its own."""
+
+
+def every_gradient(layout: Layout) -> HostGradients:
+    """Return a place for every block, as the layout has them."""
+    starts = {block: layout.gradient_range(block)[0] for block in range(layout.blocks)}
+    return HostGradients(starts, layout.gradient_factor * layout.gradients.total_bytes, {})
+
+
+def host_gradients(layout: Layout, shape: Shape, *, spends: bool) -> HostGradients:
+    """Return where the gradients of a shape wait; `spends`: only until their own update."""
+    if not spends:
+        return every_gradient(layout)
+    segments = list(reversed(list(itertools.pairwise(shape.backward_bounds))))
+    passing = [_passing(layout, shape, layers) for layers in segments]
+    room_bytes = max((_bytes(layout, blocks) for blocks in passing), default=0)
+    starts: dict[int, int] = {}
+    for number, blocks in enumerate(passing):
+        at = number % ROOMS * room_bytes
+        for block in blocks:
+            starts[block] = at
+            at += _bytes(layout, [block])
+    at = min(ROOMS, len(segments)) * room_bytes
+    for block in range(layout.blocks):
+        if block not in starts and block not in shape.device_blocks:
+            starts[block] = at
+            at += _bytes(layout, [block])
+    return HostGradients(starts, at, {layers: i % ROOMS for i, layers in enumerate(segments)})
+
+
+def _passing(layout: Layout, shape: Shape, layers: Layers) -> list[int]:
+    """Return the blocks whose whole gradients leave after a segment, in the layout's order."""
+    start, _ = layers
+    return [
+        block
+        for block in layout.blocks_of(*layers)
+        if block not in shape.device_blocks
+        and layout.users(block)[0] >= start
+        and (block in shape.resident_blocks or len(layout.users(block)) == 1)
+    ]
+
+
+def _bytes(layout: Layout, blocks: list[int]) -> int:
+    ranges = (layout.gradient_range(block) for block in blocks)
+    return sum(stop - start for start, stop in ranges)

@@ -105,7 +105,6 @@ class Machine:
         return self.device_update_parameters_per_s or self.update_parameters_per_s
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod

@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from atomtrain.analysis.layers.chain import Chain
-from atomtrain.planning.plan.gradient_staging import host_gradients
-from atomtrain.planning.plan.layout import Layout
-from atomtrain.planning.plan.multi_device import further_gradients_bytes
+from atomtrain.planning.plan.layout import Layout, host_gradients
 from atomtrain.planning.plan.plan import Plan
+from atomtrain.planning.plan.updating import further_gradients_bytes
 
 
 class Region(NamedTuple):
-    """One piece of memory."""
-
     place: Literal["host", "disk", "device"]
     kind: str
     """`parameters`, `gradients`, `optimizer` or `waiting` on the host, the first and the third also
@@ -25,7 +22,6 @@ class Region(NamedTuple):
     bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         return self._asdict()
 
 
@@ -79,7 +75,6 @@ def _host(layout: Layout, plan: Plan, optimizer_state_bytes: int, devices: int) 
 
 
 def _parts(layout: Layout, plan: Plan) -> Iterator[tuple[str, int]]:
-    """Yield the backward segments and the shared weights with their bytes in the arena."""
     bounds = plan.backward_bounds
     if plan.host_layers:
         yield (

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from atomtrain.errors import PlanError, nearest
+from atomtrain.errors import PlanError
 from atomtrain.planning.plan.disk import DiskRequest, OnDisk
 from atomtrain.planning.plan.shape import ACTIVATIONS, Activation, Boundary, Shape
 from atomtrain.planning.plan.updating import UpdateModel
@@ -18,8 +17,6 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the caller fixes beforehand."""
-
     micro_batches: int
     """A, forward calls a step, at least 1."""
     segments: int | None = None
@@ -42,8 +39,6 @@ class Request:
     planner's choice."""
     device_blocks: tuple[int, ...] | None = None
     """Resident blocks whose optimizer runs on the device, or `None` for the planner's choice."""
-    early: bool = True
-    """Whether the planner may let resident blocks come in pieces ahead of their first user."""
     updates: UpdateModel | None = None
     """What the optimizer takes; `None`: AdamW with two moments of the parameters' own type."""
     disk: DiskRequest | None = None
@@ -73,32 +68,17 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Partitions and schedule, with the cost that was predicted for them."""
+    """A shape (what its fields mean, `Shape` says), with the cost that was predicted for it."""
 
     forward_bounds: tuple[int, ...]
-    """Forward segment `s` holds layers `forward_bounds[s]` to `forward_bounds[s + 1]`; the last
-    bound is where the turn begins."""
     backward_bounds: tuple[int, ...]
-    """Backward segment `s` holds layers `backward_bounds[s]` to `backward_bounds[s + 1]`; the last
-    one is the turn: forward and backward at once."""
     resident_blocks: tuple[int, ...]
-    """Blocks that stay on the device during a step: loaded once, their gradients leave once. A
-    number below that of the layers is a layer's own parameters, others are shared weights."""
     device_blocks: tuple[int, ...]
-    """Those of the resident blocks whose optimizer runs on the device, state included: nothing of
-    them crosses the link in a step."""
-    early_blocks: tuple[int, ...]
-    """Those of the other resident blocks that come ahead of their first user, in equal pieces with
-    each layer of forward."""
     remakes: bool = True
-    """Whether offloaded segments make again in backward what cheap operations can, or send all that
-    they save to the host. Plans written before there was a choice made it again."""
     spends: bool = False
-    """Whether gradients wait on the host for their own update only (`gradient_staging.py`)."""
+    """Whether gradients wait on the host for their own update only (`layout.py`)."""
     host_layers: int
-    """How many leading layers run on the host, so that only their output crosses the link."""
     activations: tuple[Activation, ...]
-    """One for each backward segment; the turn's is `recompute`, though it has nothing to."""
     slots: int
     slot_bytes: int
     """The largest segment of both partitions without its resident blocks."""
@@ -106,7 +86,6 @@ class Plan:
     gradient_bytes: int
     """Of a gradient buffer: as large as a slot."""
     boundary: Boundary
-    """Where values at a cut wait for the next segment."""
     micro_batches: int
     device_peak_bytes: int
     """Predicted; never below the measured peak."""
@@ -135,69 +114,22 @@ class Plan:
 
     @property
     def shape(self) -> Shape:
-        """What the executor must know."""
-        return Shape(
-            self.forward_bounds,
-            self.backward_bounds,
-            self.slots,
-            self.gradient_buffers,
-            self.boundary,
-            self.resident_blocks,
-            self.host_layers,
-            self.activations,
-            self.device_blocks,
-            self.early_blocks,
-            self.remakes,
-        )
+        return Shape(*(getattr(self, name) for name in Shape._fields))
 
     @property
     def segments(self) -> int:
-        """Number of backward segments, the turn included."""
         return len(self.backward_bounds) - 1
 
     @property
     def recomputed(self) -> tuple[int, ...]:
-        """The layers that backward runs forward again."""
         below = list(itertools.pairwise(self.backward_bounds))[:-1]
         again = [layers for layers in below if layers not in self.shape.waiting]
         return tuple(itertools.chain.from_iterable(itertools.starmap(range, again)))
 
-    @property
-    def recomputed_layers(self) -> int:
-        """How many layers backward runs forward again."""
-        return len(self.recomputed)
-
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """Return the plan that `to_json` gave.
-
-        Raises:
-            PlanError: a key is missing or unknown, or the shape is impossible.
-        """
-        data = _without_past(data)
-        known = {field.name: field for field in fields(cls)}
-        for key in data:
-            if key not in known:
-                raise PlanError(f"a plan has no {key!r}.{nearest(key, known)}")
-        needed = [name for name, field in known.items() if field.default is MISSING]
-        if missing := [name for name in needed if name not in data]:
-            raise PlanError(f"the plan lacks {missing[0]!r}; write it with Plan.to_json")
-        values: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
-        }
-        plan = cls(**values)
-        # The number of shared weights is the model's business.
-        blocks = max(plan.resident_blocks, default=0) + 1
-        layers = plan.backward_bounds[-1] if plan.backward_bounds else 0
-        plan.shape.check(layers, blocks)
-        return plan
-
     def describe(self) -> str:
-        """Return the plan as a few lines for people."""
         where = "on the device" if self.boundary == "device" else "on the host"
         lines = [
             f"segments   {self.segments} (layers {_sizes(self.backward_bounds)}), "
@@ -217,8 +149,6 @@ class Plan:
             lines.append(f"resident   blocks {_listed(self.resident_blocks)}")
         if self.device_blocks:
             lines.append(f"on device  optimizer of blocks {_listed(self.device_blocks)}")
-        if self.early_blocks:
-            lines.append(f"early      blocks {_listed(self.early_blocks)}: a piece with each layer")
         if self.shape.waiting:
             lines.append(f"saved      {saved_text(self.shape)}")
         disk = [f"disk       {disk_text(self)}"] if self.on_disk else []
@@ -238,17 +168,6 @@ class Plan:
                 f"{format_seconds(self.update_s)}{busy}; bound by {self.bound}",
             )
         )
-
-
-def _without_past(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a plan's values without those that only earlier versions wrote: updates one step late,
-    and the time of a step in a row of them."""
-    if data.get("delays"):
-        raise PlanError(
-            "the plan applies updates one step late, which this version does not do; make a new "
-            "plan, or use the version of atomtrain that wrote it"
-        )
-    return {key: value for key, value in data.items() if key not in ("delays", "period_s")}
 
 
 def disk_text(plan: Plan) -> str:
@@ -277,7 +196,6 @@ def saved_text(shape: Shape) -> str:
 
 
 def _listed(blocks: tuple[int, ...]) -> str:
-    """Return for example `"0, 3 to 7"`."""
     runs: list[list[int]] = []
     for block in blocks:
         if runs and runs[-1][-1] == block - 1:

@@ -1,11 +1,15 @@
-"""What a plan decides: two partitions, what stays on the device, and what is kept or recomputed."""
+"""What a plan decides, and the schedule that follows: which segment is visited when, in which slot.
+
+A step visits the forward segments upwards, then the turn for forward and backward at once, then
+the backward segments downwards (recompute and backward). Each visit runs all micro-batches.
+"""
 
 from __future__ import annotations
 
+import enum
 import itertools
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
-
-from atomtrain.errors import PlanError
 
 Boundary = Literal["device", "host"]
 """Where the values at a cut wait for the next segment."""
@@ -39,21 +43,16 @@ class Shape(NamedTuple):
     device_blocks: tuple[int, ...] = ()
     """Those of the resident blocks whose optimizer runs on the device, so that nothing of them
     crosses the link in a step."""
-    early_blocks: tuple[int, ...] = ()
-    """Those of the other resident blocks that come ahead of their first user, in equal pieces with
-    each layer of forward."""
     remakes: bool = True
     """Whether offloaded segments make again in backward what cheap operations can, or send all that
     they save to the host."""
 
     @property
     def segments(self) -> int:
-        """Number of backward segments, the turn included."""
         return len(self.backward_bounds) - 1
 
     @property
     def turn(self) -> Layers:
-        """The turn segment."""
         return self.backward_bounds[-2], self.backward_bounds[-1]
 
     @property
@@ -66,58 +65,106 @@ class Shape(NamedTuple):
             if activation != "recompute"
         }
 
-    def check(self, layers: int, blocks: int) -> None:
-        """Check that the shape can be run on a chain of so many layers and blocks.
 
-        Raises:
-            PlanError: it cannot; says why.
-        """
-        if not 0 <= self.host_layers < layers:
-            raise PlanError(
-                f"host_layers is {self.host_layers}; it must be at least 0 and below the number "
-                f"of layers, {layers}"
-            )
-        start = self.backward_bounds[-2] if len(self.backward_bounds) > 1 else -1
-        for name, bounds, stop in (
-            ("forward_bounds", self.forward_bounds, start),
-            ("backward_bounds", self.backward_bounds, layers),
-        ):
-            rising = all(low < high for low, high in itertools.pairwise(bounds))
-            if not bounds or bounds[0] != self.host_layers or bounds[-1] != stop or not rising:
-                raise PlanError(
-                    f"{name} are {list(bounds)}; they must rise from {self.host_layers} to "
-                    f"{max(stop, 0)}"
-                )
-        if self.slots < 1 or self.gradient_buffers < 1:
-            raise PlanError("a plan has at least one slot and one gradient buffer")
-        resident = self.resident_blocks
-        if list(resident) != sorted(set(resident)) or not all(0 <= b < blocks for b in resident):
-            raise PlanError(
-                f"resident_blocks are {list(resident)}; they must rise within 0 to {blocks - 1}"
-            )
-        device = self.device_blocks
-        if list(device) != sorted(set(device)) or not set(device) <= set(resident):
-            raise PlanError(
-                f"device_blocks are {list(device)}; they must rise, and be among the resident "
-                f"blocks {list(resident)}"
-            )
-        early = self.early_blocks
-        loaded = set(resident) - set(device)
-        if list(early) != sorted(set(early)) or not set(early) <= loaded:
-            raise PlanError(
-                f"early_blocks are {list(early)}; they must rise, and be among the resident blocks "
-                f"that are not updated on the device, {sorted(loaded)}"
-            )
-        if self.activations and len(self.activations) != self.segments:
-            raise PlanError(
-                f"there are {len(self.activations)} activations for {self.segments} segments; "
-                "give one for each backward segment"
-            )
-        ahead = set(itertools.pairwise(self.forward_bounds))
-        for pair, activation in self.waiting.items():
-            if pair not in ahead:
-                raise PlanError(
-                    f"the backward segment of layers {pair[0]} to {pair[1] - 1} cannot "
-                    f"{activation} what its forward saves, because it is no forward segment; let "
-                    "both partitions have it, or recompute it"
-                )
+NEVER = 1 << 30
+
+
+class Phase(enum.Enum):
+    """What a visit does for each micro-batch."""
+
+    FORWARD = "forward"
+    """Forward without a graph, or with one that waits for backward."""
+    TURN = "turn"
+    """Forward with a graph, loss, backward."""
+    BACKWARD = "backward"
+    """Forward again with a graph (unless one waits), then backward."""
+    EVALUATE = "evaluate"
+    """Forward without a graph, nothing kept for backward."""
+
+
+class Visit(NamedTuple):
+    phase: Phase
+    layers: Layers
+    slot: int
+    load: bool
+    """False if the slot still holds the segment from an earlier visit of this step."""
+    free_after: int
+    """Index of the visit after which the slot may be overwritten; -1 if it is free at once."""
+    gradient: int | None
+    """Gradient buffer, in the turn and in backward."""
+    activation: Activation = "recompute"
+    """Unless it is `recompute`, the graphs of all micro-batches wait from this forward visit on, or
+    are found at this backward visit."""
+    home: int = 0
+    """The slot in which the segment's graph was built; `slot`, but for graphs that are found."""
+
+    @property
+    def finds(self) -> bool:
+        return self.phase is Phase.BACKWARD and self.activation != "recompute"
+
+    @property
+    def leaves(self) -> bool:
+        return self.phase is Phase.FORWARD and self.activation != "recompute"
+
+
+def training_visits(shape: Shape) -> tuple[Visit, ...]:
+    order = [(Phase.FORWARD, layers) for layers in itertools.pairwise(shape.forward_bounds)]
+    order.append((Phase.TURN, shape.turn))
+    downwards = reversed(list(itertools.pairwise(shape.backward_bounds[:-1])))
+    order += [(Phase.BACKWARD, layers) for layers in downwards]
+    return _assign(order, shape.slots, shape.gradient_buffers, shape.waiting)
+
+
+def evaluation_visits(shape: Shape) -> tuple[Visit, ...]:
+    bounds = (*shape.forward_bounds, shape.turn[1])
+    order = [(Phase.EVALUATE, layers) for layers in itertools.pairwise(bounds)]
+    return _assign(order, shape.slots, 1, {})
+
+
+def _assign(
+    order: Sequence[tuple[Phase, Layers]],
+    slots: int,
+    gradient_buffers: int,
+    waiting: Mapping[Layers, Activation],
+) -> tuple[Visit, ...]:
+    """Give each visit a slot: a hit where possible, else the slot whose content is needed last.
+
+    That is Belady's rule, optimal in the number of loads, except that the slot in use by the
+    visit before is spared (with two slots or more): loading into it could not be hidden.
+    """
+    content: list[Layers | None] = [None] * slots
+    last_use = [-1] * slots
+    homes: dict[Layers, int] = {}
+    visits: list[Visit] = []
+    backward = 0
+    for index, (phase, layers) in enumerate(order):
+        hit = layers in content
+        if hit:
+            slot = content.index(layers)
+        else:
+            # Before the first visit no slot is in use.
+            busy = index - 1 if slots > 1 and index > 0 else None
+            usable = [s for s in range(slots) if last_use[s] != busy]
+            slot = max(usable, key=lambda s: (_next_use(order, index, content[s]), -last_use[s]))
+        gradient = None
+        if phase in (Phase.TURN, Phase.BACKWARD):
+            gradient = backward % gradient_buffers
+            backward += 1
+        activation = waiting.get(layers, "recompute")
+        home = slot
+        if phase is Phase.FORWARD:
+            homes[layers] = slot
+        elif activation != "recompute":
+            home = homes[layers]
+        free_after = last_use[slot]
+        visits.append(Visit(phase, layers, slot, not hit, free_after, gradient, activation, home))
+        content[slot] = layers
+        last_use[slot] = index
+    return tuple(visits)
+
+
+def _next_use(order: Sequence[tuple[Phase, Layers]], index: int, layers: Layers | None) -> int:
+    if layers is None:
+        return NEVER
+    later = (i for i in range(index, len(order)) if order[i][1] == layers)
+    return next(later, NEVER)

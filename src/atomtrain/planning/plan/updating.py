@@ -1,12 +1,17 @@
-"""What an optimizer takes of memory and time, parameter by parameter.
+"""What an optimizer takes of memory and time, parameter by parameter, of one device or of several.
 
 Time is told in *AdamW parameters*: how many parameters a fused float32 AdamW updates in the same
 time on the same processor. A machine then needs one rate for its host and one for its device,
 whichever the optimizer.
+
+Several devices of one host each run the same plan on their share of a step's micro-batches, behind
+a link of their own. There is one copy of parameters and optimizer state, and one update a step.
+Gradients are added on the host before it, so each further device has host memory for its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +19,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from atomtrain.analysis.layers.chain import Chain
-from atomtrain.planning.plan.disk import blocks_by_parameter
 from atomtrain.planning.plan.layout import Layout
 
 ADAMW_BYTES = 28
@@ -31,8 +35,6 @@ _SCALARS_BYTES = 16
 
 
 class ParameterUpdate(NamedTuple):
-    """What updating one tensor takes."""
-
     state_bytes: int
     """Of moments and master, between steps."""
     host_work: float
@@ -65,24 +67,20 @@ class UpdateModel:
 
     @property
     def host_bytes(self) -> int:
-        """State of all parameters and scratch."""
         return self.scratch_bytes + sum(one.state_bytes for one in self.parameters.values())
 
     @property
     def host_work(self) -> float:
-        """AdamW parameters of all parameters."""
         return sum(one.host_work for one in self.parameters.values())
 
     def of_blocks(self, chain: Chain, layout: Layout) -> list[BlockUpdate]:
-        """Return what updating each block of a chain takes."""
         nothing = BlockUpdate(0, 0.0, 0.0, 0)
         blocks = [nothing] * layout.blocks
-        block_of = blocks_by_parameter(chain, layout)
         for parameter in chain.parameters:
             one = self.parameters.get(id(parameter))
             if one is None:
                 continue
-            block = block_of[id(parameter)]
+            block = layout.block_of[id(parameter)]
             more = BlockUpdate(*one, one.state_bytes + _SCALARS_BYTES)
             sums = (a + b for a, b in zip(blocks[block], more, strict=True))
             blocks[block] = BlockUpdate(*sums)  # type: ignore[arg-type]
@@ -90,8 +88,6 @@ class UpdateModel:
 
 
 class Work(NamedTuple):
-    """AdamW parameters."""
-
     host: float
     device: float
 
@@ -123,4 +119,39 @@ def two_moments(chain: Chain) -> UpdateModel:
             for p in chain.parameters
             if p.requires_grad
         }
+    )
+
+
+_ADDED_BYTES = 3
+"""Moved to add a byte of gradient: two are read, one is written."""
+
+
+def share_of(micro_batches: int, devices: int) -> int:
+    return -(-micro_batches // devices)
+
+
+def further_gradients_bytes(layout: Layout, devices: int) -> int:
+    """Return the host memory of all devices' gradients but the first's."""
+    return (devices - 1) * layout.gradient_factor * layout.gradients.total_bytes
+
+
+def shared_updates(updates: UpdateModel, chain: Chain, devices: int) -> UpdateModel:
+    """Return what updating takes when the gradients of several devices are added before.
+
+    Nothing can be updated on the devices then.
+    """
+    if devices == 1:
+        return updates
+    work = {
+        id(p): (devices - 1) * chain.gradient_factor * p.nbytes * _ADDED_BYTES / ADAMW_BYTES
+        for p in chain.parameters
+    }
+    return dataclasses.replace(
+        updates,
+        parameters={
+            key: one._replace(host_work=one.host_work + work.get(key, 0.0))
+            for key, one in updates.parameters.items()
+        },
+        scratch_bytes=updates.scratch_bytes + further_gradients_bytes(Layout(chain), devices),
+        device_scratch_bytes=None,
     )

@@ -27,9 +27,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from atomtrain.planning.plan.schedule import Phase
-from atomtrain.planning.plan.shape import Activation, Shape
-from atomtrain.planning.search.activation_budget import (
+from atomtrain.planning.plan.shape import Activation, Phase, Shape
+from atomtrain.planning.search.dp_state import SLACK, Clocks
+from atomtrain.planning.search.memory_limit import (
     CHOICES,
     KEEP,
     OFFLOAD,
@@ -38,7 +38,6 @@ from atomtrain.planning.search.activation_budget import (
     Rooms,
     Saving,
 )
-from atomtrain.planning.search.dp_state import SLACK, Clocks
 from atomtrain.planning.search.pareto_front import (
     ABOVE,
     AHEAD,
@@ -48,6 +47,7 @@ from atomtrain.planning.search.pareto_front import (
     ROOM,
     Pending,
     Rest,
+    Visits,
     Ways,
     Whole,
     add,
@@ -55,7 +55,6 @@ from atomtrain.planning.search.pareto_front import (
 )
 from atomtrain.planning.search.partition_dp import Found
 from atomtrain.planning.search.space import Family, Space
-from atomtrain.planning.search.visits import Visits
 
 Array = NDArray[np.float64]
 
@@ -63,8 +62,6 @@ _LESS = -1.0  # more room is better: its negative is compared
 
 
 class Mixed:
-    """Searches the plans of one family."""
-
     def __init__(self, space: Space, family: Family, *, offload: bool = True) -> None:
         """`offload`: whether segments may be offloaded."""
         self._family = family
@@ -91,7 +88,6 @@ class Mixed:
         self._saving = Saving(space, self.rooms.offloads)
 
     def bound_s(self, room: Room) -> float:
-        """Return a time below which no plan with this room can be."""
         starts = np.flatnonzero(room.turn >= 0)
         if not starts.size:
             return np.inf
@@ -110,7 +106,6 @@ class Mixed:
         return float(np.maximum(compute + alone, loads).min())
 
     def best(self, room: Room, below_s: float) -> Found | None:
-        """Return the fastest plan with this room, or `None` if none is faster than `below_s`."""
         fits = (room.segments >= 0).any(axis=0)
         loads = np.where(fits, self._visits.backward().loading_s, 0.0)
         self._most_load_s = loads.max(axis=0)
@@ -144,7 +139,6 @@ class Mixed:
         )
 
     def _begin(self, room: Room, below_s: float, pending: Pending) -> None:
-        """Add the ways after the turn."""
         starts = np.flatnonzero(room.turn >= 0)
         clocks = self._clocks.after_turn(self._turn, starts, self._layers, np.zeros(starts.size))
         self._rest.settle(clocks, starts, self._most_load_s)
@@ -172,7 +166,6 @@ class Mixed:
             add(pending, starts[rows], ways)
 
     def _extend(self, cut: int, here: Ways, room: Room, below_s: float, pending: Pending) -> None:
-        """Add the ways that one more segment makes of those at a cut."""
         able = np.ones(here.segments.size, bool)
         if self._segments is not None:
             able = here.segments < self._segments
@@ -265,7 +258,6 @@ class Mixed:
         return most_s
 
     def _above_s(self, load_s: Array, cuts: Whole) -> Array:
-        """Return the loads of segments that begin at some cuts, `load_s` are those of all."""
         return self._rest.settled_load_s(load_s[cuts], cuts)
 
     def _less_room(self, room: Array, cuts: Whole) -> Array:
@@ -276,13 +268,11 @@ class Mixed:
 
     @cached_property
     def _most_kept(self) -> Array:
-        """Bytes of all that can be kept below each cut; the finest partition keeps most."""
         single = np.diagonal(self._kept, offset=1)
         return np.concatenate(([0.0], np.cumsum(np.where(np.isfinite(single), single, 0.0))))
 
     @cached_property
     def _least_kept(self) -> Array:
-        """Bytes of the segment that ends at each cut and keeps least."""
         least: Array = self._kept.min(axis=0, initial=np.inf)
         return least
 
@@ -299,7 +289,6 @@ class Mixed:
         )
 
     def _shape(self, done: dict[int, Ways], label: int) -> Shape:
-        """Follow the ways back to the turn."""
         bounds, activations, cut = list[int](), list[Activation](), 0
         while cut < self._layers:
             note = done[cut].notes[label].tolist()
@@ -317,5 +306,4 @@ class Mixed:
             0,
             tuple(activations),
             self._family.on_device,
-            self._family.early,
         )

@@ -26,10 +26,9 @@ from atomtrain.planning.plan.disk import (
     two_moments,
 )
 from atomtrain.planning.plan.machine import Machine
-from atomtrain.planning.plan.multi_device import shared_updates
 from atomtrain.planning.plan.plan import Plan, Request
 from atomtrain.planning.plan.shape import Activation
-from atomtrain.planning.plan.updating import UpdateModel
+from atomtrain.planning.plan.updating import UpdateModel, shared_updates
 from atomtrain.planning.plan.updating import two_moments as updates_of_two_moments
 from atomtrain.planning.search.search import TooSlowError, make_plan
 
@@ -53,7 +52,6 @@ class Analysis(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, shared weights counted once."""
         return sum(parameter.numel() for parameter in self.chain.parameters)
 
     @property
@@ -63,7 +61,6 @@ class Analysis(NamedTuple):
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of the parameters, shared weights counted once."""
         return sum(p.numel() * p.element_size() for p in self.chain.parameters)
 
     @property
@@ -77,8 +74,6 @@ Analyse = Callable[[int], Analysis]
 
 
 class Compute(NamedTuple):
-    """How fast a device computes."""
-
     estimate: Callable[[Analysis], Mapping[str, LayerTime]]
     """Gives the seconds of each kind of layer for one micro-batch."""
     flops_per_s: float
@@ -89,8 +84,6 @@ class Compute(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """How much a step trains on."""
-
     context_tokens: int
     """Tokens of a sequence."""
     tokens_per_step: int | None = None
@@ -159,17 +152,14 @@ class Prospect:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that a step trains on, on all devices."""
         return self.devices * self.plan.micro_batches * self.micro_batch * self.context_tokens
 
     @property
     def tokens_per_s(self) -> float:
-        """Predicted."""
         return self.tokens_per_step / self.plan.step_s
 
     @property
     def spans(self) -> list[Span]:
-        """The predicted step on each stream, seconds from its beginning."""
         analysis = self.analysis
         given = Given(
             chain=analysis.chain, costs=analysis.costs, times=self.times, machine=self.machine
@@ -319,7 +309,6 @@ def _fastest(
 
 
 def _shared(analyse: Analyse, devices: int) -> Analyse:
-    """Return the analysis with what updates take when several devices share them."""
     if devices == 1:
         return analyse
 
@@ -385,7 +374,6 @@ def covering_tokens(
 def _sequences(
     analysis: Analysis, times: Mapping[str, LayerTime], machine: Machine, workload: Workload
 ) -> int:
-    """Return the sequences of a step on each device."""
     context = workload.context_tokens
     if workload.tokens_per_step is not None:
         return workload.tokens_per_step // context // workload.devices

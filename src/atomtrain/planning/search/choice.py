@@ -29,8 +29,6 @@ little use, since the budget is the user's to give."""
 
 
 class Choice(NamedTuple):
-    """A plan of the space."""
-
     shape: Shape
     step_s: float
     device_bytes: int
@@ -68,7 +66,6 @@ class _Group:
             self._all = _Solvers(space, families[0]._replace(lean=True), offload=offload)
 
     def tasks(self, device_bytes: int) -> Iterator[Task]:
-        """Yield the parts of the group under a limit of device memory."""
         for part in (_Solvers.recomputing, _Solvers.mixing):
             task = part(self._all, device_bytes)
             if task is not None and len(self._each) > 1:
@@ -88,8 +85,6 @@ class _Group:
 
 
 class _Solvers:
-    """What searches the plans of a family."""
-
     def __init__(self, space: Space, family: Family, *, offload: bool) -> None:
         """`offload`: whether segments may be offloaded."""
         self._space, self._family, self._offload = space, family, offload
@@ -108,14 +103,12 @@ class _Solvers:
         return Mixed(self._space, self._family, offload=self._offload)
 
     def recomputing(self, device_bytes: int) -> Task | None:
-        """Return the plans that recompute everything, if any are asked for and fit."""
         if not self._space.fits(self._family, device_bytes) or self._optimum is None:
             return None
         some = Recomputing(self._space, self._family, self._optimum, device_bytes)
         return Task(some.loose_bound_s(), some.best, some.bound_s)
 
     def mixing(self, device_bytes: int) -> Task | None:
-        """Return the plans that keep or offload something, if any are asked for and fit."""
         if not self._space.fits(self._family, device_bytes) or self._mixed is None:
             return None
         some = Mixing(self._space, self._family, self._mixed, device_bytes)
@@ -123,7 +116,6 @@ class _Solvers:
         return Task(some.loose_bound_s(), best, some.bound_s)
 
     def tasks(self, device_bytes: int) -> Iterator[Task]:
-        """Yield the parts of the family under a limit of device memory."""
         for task in (self.recomputing(device_bytes), self.mixing(device_bytes)):
             if task is not None:
                 yield task
@@ -153,10 +145,9 @@ def leanest_of(space: Space, fastest: Choice, limit_s: float, device_bytes: int)
             continue
         if rank_of(fastest.shape) == rank:
             best, limit_s = fastest, min(limit_s, (1 + AS_FAST) * fastest.step_s)
-        # Those that hold least first: the others then end early. Blocks come early only where that
-        # pays.
+        # Those that hold least first: the others then end sooner.
         families = [family for family in space.families if family.boundary == boundary]
-        for family in sorted(families, key=lambda one: (bool(one.early), space.least_held(one))):
+        for family in sorted(families, key=space.least_held):
             most = device_bytes if best is None else best.device_bytes - 1
             best = _leanest(space, family, most, limit_s, offload) or best
         if best is not None:

@@ -43,13 +43,10 @@ class Lasting(NamedTuple):
 
     @classmethod
     def of(cls, table: VisitTable, start: int | Starts, stop: int) -> Lasting:
-        """Return the seconds of segments that begin at one layer, or at several, and end at one."""
         return cls(*(getattr(table, name)[start, stop] for name in cls._fields))
 
 
 class Clocks:
-    """How visits of a family move the clocks."""
-
     def __init__(
         self, *, overlap: bool, gradient_buffers: int, most_load_s: float, disk: DiskWork | None
     ) -> None:
@@ -144,8 +141,6 @@ def undominated(values: Array) -> list[int]:
 
 
 def _beaten(values: Array, less: Array) -> NDArray[np.bool_]:
-    """Return whether each of some rows, with a little taken from them, is nowhere above each of
-    others: `[some, others]`."""
     beaten = np.ones((len(less), len(values)), bool)
     for column in range(values.shape[1]):
         beaten &= values[None, :, column] >= less[:, None, column]

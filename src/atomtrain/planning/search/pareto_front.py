@@ -8,13 +8,16 @@ which it does not: ways that differ in nothing that matters become equal, and on
 from __future__ import annotations
 
 import itertools
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from atomtrain.planning.cost.costing import Costing
 from atomtrain.planning.cost.tables import VisitTable
 from atomtrain.planning.cost.timeline import DiskWork
+from atomtrain.planning.plan.shape import Activation, Phase
 from atomtrain.planning.search.dp_state import (
     CLOCKS,
     COMPUTE,
@@ -22,8 +25,12 @@ from atomtrain.planning.search.dp_state import (
     LOAD,
     UNLOAD,
     UPDATE,
+    Clocks,
+    Lasting,
     undominated,
 )
+from atomtrain.planning.search.memory_limit import CHOICES, OFFLOAD
+from atomtrain.planning.search.space import Family
 
 Array = NDArray[np.float64]
 Whole = NDArray[np.intp]
@@ -53,7 +60,6 @@ class Ways(NamedTuple):
     def of(
         cls, values: Array, *, segments: Any, window: bool, choice: Any, before: int, label: Any
     ) -> Ways:
-        """Return ways with these notes; each is a number, or `[n]`."""
         notes = np.empty((len(values), _NOTES), int)
         for column, note in enumerate((segments, window, choice, before, label)):
             notes[:, column] = note
@@ -61,18 +67,15 @@ class Ways(NamedTuple):
 
     @property
     def segments(self) -> Whole:
-        """So far."""
         return self.notes[:, SEGMENTS]
 
     @property
     def window(self) -> Mask:
-        """Whether it is reserved."""
         window: Mask = self.notes[:, WINDOW] > 0
         return window
 
     @property
     def before(self) -> Whole:
-        """The cut above the last segment."""
         return self.notes[:, BEFORE]
 
     @property
@@ -87,7 +90,6 @@ Pending = dict[int, list[Ways]]
 
 
 def add(pending: Pending, cuts: Whole, ways: Ways) -> None:
-    """Note where ways lead; `cuts` is `[n]`."""
     if not cuts.size:
         return
     order = np.argsort(cuts, kind="stable")
@@ -99,7 +101,6 @@ def add(pending: Pending, cuts: Whole, ways: Ways) -> None:
 
 
 def best_of(parts: list[Ways]) -> Ways:
-    """Return the ways to a cut that no other one beats."""
     values = np.concatenate([part.values for part in parts])
     notes = np.concatenate([part.notes for part in parts])
     apart = 2 * notes[:, SEGMENTS] + notes[:, WINDOW]
@@ -188,8 +189,79 @@ class Rest:
             clocks[..., clock] = np.maximum(clocks[..., clock], compute + margin)
 
     def settled_load_s(self, load_s: Array, cuts: Whole) -> Array:
-        """Return the loads of the segments above, none shorter than what covers it anyway."""
         if not self._overlap:
             return load_s
         settled: Array = np.maximum(load_s, self._next_forward_s[cuts])
         return settled
+
+
+class Visits:
+    """Seconds of visits below the turn, and how they move the clocks of ways."""
+
+    def __init__(self, costing: Costing, family: Family) -> None:
+        """Tables are made when they are first needed: most families are never searched."""
+        self._costing, self._place = costing, family.place
+        self._overlap = family.slots > 1
+
+    def forward(self, activation: Activation = "recompute") -> VisitTable:
+        return self._table(Phase.FORWARD, activation)
+
+    def backward(self, activation: Activation = "recompute", *, load: bool = True) -> VisitTable:
+        """Return the seconds of backward's; without `load` the segment is still in its slot."""
+        return self._table(Phase.BACKWARD, activation, load=load)
+
+    def most_forward_s(self) -> Array:
+        """Return the seconds of forward's visits, whatever they do with what they save."""
+        most: Array = self._ahead_s.max(axis=0)
+        return most
+
+    def after(
+        self,
+        clocks: Clocks,
+        values: Array,
+        cut: int,
+        starts: Whole,
+        choices: Whole,
+        below_turn: Mask,
+    ) -> tuple[Array, Array]:
+        """Return the clocks after both visits as if forward's took no time, `[n, 6]`, and what
+        they come later for it, `[n]`.
+
+        Args:
+            clocks: How visits move them.
+            values: Of ways to a cut, as in `Ways`, `[n, 9]`.
+            cut: Where the segments end.
+            starts: Where each way's next segment begins, `[n]`.
+            choices: What that segment does, by its place in `CHOICES`, `[n]`.
+            below_turn: Whether it is the first one below the turn, `[n]`.
+        """
+        ahead_s, above_s = self._ahead_s[choices, starts, cut], values[:, ABOVE]
+        later_s = np.maximum(ahead_s, above_s) if self._overlap else ahead_s + above_s
+        return_s = self.backward("offload").return_s[starts, cut]
+        lasting = Lasting.of(self.backward(), starts, cut)._replace(
+            visit_s=self._back_s[1, choices, starts, cut],
+            return_s=np.where(choices == OFFLOAD, return_s, 0.0),
+        )
+        if self._overlap and below_turn.any():
+            # The last segment below the turn still is in its slot if there are two.
+            hit_s = self._back_s[0, choices, starts, cut]
+            lasting = lasting._replace(
+                visit_s=np.where(below_turn, hit_s, lasting.visit_s),
+                loading_s=np.where(below_turn, 0.0, lasting.loading_s),
+            )
+        return clocks.after_visit(values[:, :CLOCKS], lasting), later_s
+
+    def _table(self, phase: Phase, activation: Activation, *, load: bool = True) -> VisitTable:
+        return self._costing.table(phase, self._place, load=load, activation=activation)
+
+    @cached_property
+    def _ahead_s(self) -> Array:
+        """Seconds of forward's visits, `[choice, start, stop]`."""
+        return np.stack([self.forward(choice).visit_s for choice in CHOICES])
+
+    @cached_property
+    def _back_s(self) -> Array:
+        """The same of backward's, `[load, choice, start, stop]`."""
+        return np.stack(
+            [[self.backward(c, load=load).visit_s for c in CHOICES] for load in (False, True)]
+        )

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atomtrain.planning.cost.costing import Costing
-from atomtrain.planning.plan.schedule import Phase
-from atomtrain.planning.plan.shape import Activation, Shape
+from atomtrain.planning.plan.shape import Activation, Phase, Shape
 from atomtrain.planning.search.dp_state import Clocks, Lasting, Starts, undominated
 from atomtrain.planning.search.space import Allowed, Family
 
@@ -45,15 +44,11 @@ class _Labels(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A plan's shape and its step."""
-
     step_s: float
     shape: Shape
 
 
 class Forward(NamedTuple):
-    """Earliest starts."""
-
     starts: Array
     """Of the forward visit to each segment, `[start, stop]`."""
     turns: Array
@@ -61,8 +56,6 @@ class Forward(NamedTuple):
 
 
 class Optimum:
-    """Searches the plans of one family."""
-
     def __init__(self, costing: Costing, family: Family, segments: int | None) -> None:
         """`segments` fixes the number of backward segments, the turn included."""
         place = family.place
@@ -81,7 +74,6 @@ class Optimum:
         self._back_s = np.concatenate(([0.0], np.cumsum(costing.layer_backward_s)))
 
     def bound_s(self, allowed: Allowed) -> float:
-        """Return a time below which no allowed plan can be."""
         starts = np.flatnonzero(allowed.turn)
         if not starts.size:
             return np.inf
@@ -116,7 +108,6 @@ class Optimum:
         )
 
     def best(self, allowed: Allowed, below_s: float = np.inf) -> Found | None:
-        """Return the fastest allowed plan, or `None` if none is faster than `below_s`."""
         most_load_s = float(self._backward.loading_s[allowed.backward].max(initial=0.0))
         self._clocks = self._new_clocks(most_load_s)
         forward = self._forwards(allowed)
@@ -172,7 +163,6 @@ class Optimum:
     def _begin(
         self, allowed: Allowed, forward: Forward, below_s: float
     ) -> dict[tuple[int, int], list[_Labels]]:
-        """Return the labels after the turn, and after the segment that needs no load."""
         labels: dict[tuple[int, int], list[_Labels]] = {}
         one, two = (1, 2) if self._segments else (0, 0)
         for start in map(int, np.flatnonzero(allowed.turn)):
@@ -203,7 +193,6 @@ class Optimum:
         below_s: float,
         labels: dict[tuple[int, int], list[_Labels]],
     ) -> None:
-        """Add the labels that one more segment makes of those at a cut."""
         if self._segments is not None and count >= self._segments:
             return
         hopeful = np.flatnonzero(self._clocks.hopeful(here.clocks, self._back_s[cut], below_s))
@@ -227,7 +216,6 @@ class Optimum:
         forward: Forward,
         allowed: Allowed,
     ) -> Found:
-        """Follow the parents back to the turn, and forward's from there."""
         bounds = [key[0]]
         parent = done[key].parents[index]
         while not isinstance(parent, _Turn):
@@ -250,12 +238,10 @@ class Optimum:
                 0,
                 everywhere * (len(bounds) - 1),
                 self._family.on_device,
-                self._family.early,
             ),
         )
 
     def _forward_bounds(self, turn: _Turn, forward: Forward) -> tuple[int, ...]:
-        """Return the forward partition with which the turn starts soonest."""
         if turn.start == 0:
             return (0,)
         last = turn.hit
@@ -277,7 +263,6 @@ def _add(labels: dict[tuple[int, int], list[_Labels]], key: tuple[int, int], mor
 
 
 def _pareto(parts: list[_Labels]) -> _Labels:
-    """Return the labels that no other one beats or equals in every clock."""
     clocks = np.concatenate([part.clocks for part in parts])
     parents = [parent for part in parts for parent in part.parents]
     kept = undominated(clocks)

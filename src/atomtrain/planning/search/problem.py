@@ -90,7 +90,6 @@ class Problem:
 
     @property
     def least_host_bytes(self) -> int:
-        """What any plan takes of host memory, and most take more."""
         return self._all.state_bytes
 
     def fastest(self, below_s: float) -> Choice | None:
@@ -106,7 +105,6 @@ class Problem:
         return leanest_of(self.space, fastest, limit_s - self.host_s, device_bytes)
 
     def plan(self, choice: Choice) -> Plan:
-        """Return the plan of the whole chain."""
         offloads = "offload" in choice.shape.activations
         shape = choice.shape._replace(remakes=self.remakes or not offloads)
         plan = plan_of(shape, self.memory, self.costing, self._machine)
@@ -117,7 +115,7 @@ class Problem:
             host_bytes=self._all.host_bytes(shape),
             on_disk=self._disk.on_disk,
             disk_bytes=self._disk.file_bytes,
-            disk_written_bytes=self._disk.written_bytes,
+            disk_written_bytes=self._disk.file_bytes,
             step_s=plan.step_s + self.host_s,
         )
 

@@ -28,7 +28,7 @@ from atomtrain.planning.plan.disk import choices
 from atomtrain.planning.plan.machine import Machine
 from atomtrain.planning.plan.plan import Plan, Request
 from atomtrain.planning.search.choice import AS_FAST, Choice, rank_of
-from atomtrain.planning.search.minimum_memory import least_device_bytes
+from atomtrain.planning.search.memory_limit import least_device_bytes
 from atomtrain.planning.search.problem import Problem, problems_of
 from atomtrain.units import format_bytes, format_seconds
 
@@ -139,16 +139,12 @@ def _best(problems: Sequence[Problem], machine: Machine, below_s: float) -> Plan
 
 
 class _Fastest(NamedTuple):
-    """A fastest plan of a problem."""
-
     problem: Problem
     choice: Choice
     step_s: float
 
 
 def _fastest(problems: Sequence[Problem], below_s: float) -> list[_Fastest]:
-    """Return the fastest plans of those problems that have one below a time, and about as fast as
-    that of any other."""
     found, limit_s = [], below_s
     for problem in problems:
         fastest = problem.fastest(limit_s)
@@ -160,7 +156,6 @@ def _fastest(problems: Sequence[Problem], below_s: float) -> list[_Fastest]:
 
 
 def _leanest(found: Sequence[_Fastest]) -> Plan:
-    """Return the plan with the least memory among those as fast as the fastest."""
     limit_s = (1 + EQUAL) * min(step_s for _, _, step_s in found)
     plans = [
         problem.plan(problem.leanest(fastest, limit_s))
@@ -223,7 +218,6 @@ def _does_not_fit(problems: Sequence[Problem], machine: Machine) -> PlanError:
 
 
 def _rounded_up(n_bytes: int) -> str:
-    """Return a size in whole MiB (or KiB when small) that is not below `n_bytes`."""
     unit, name = (2**20, "MiB") if n_bytes >= 8 * 2**20 else (2**10, "KiB")
     return f"{-(-n_bytes // unit)}{name}"
 

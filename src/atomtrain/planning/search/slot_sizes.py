@@ -38,15 +38,12 @@ class _BySize(ABC):
         """Return a time below which no plan with slots of these sizes is."""
 
     def loose_bound_s(self) -> float:
-        """Return a time below which no plan is, as if one were of all sizes."""
         return self._range_bound_s(0, len(self._sizes))
 
     def bound_s(self) -> float:
-        """Return a time below which no plan is."""
         return next((bound_s for bound_s, _ in self._by_bound()), np.inf)
 
     def _hopeful(self, below_s: float) -> list[int]:
-        """Return the sizes whose bounds are below a limit, in increasing order."""
         hopeful = []
         for bound_s, size in self._by_bound():
             if bound_s >= below_s:
@@ -75,14 +72,11 @@ class _BySize(ABC):
 
 
 class Recomputing(_BySize):
-    """The plans of a family that recompute everything."""
-
     def __init__(self, space: Space, family: Family, optimum: Optimum, device_bytes: int) -> None:
         super().__init__(space, family, device_bytes)
         self._optimum = optimum
 
     def best(self, below_s: float) -> Found | None:
-        """Return the fastest plan that fits, or `None` if none is faster than `below_s`."""
         hopeful = set(self._hopeful(below_s))
         some = self._space.different(self._family, self._device_bytes) if hopeful else ()
         parts = [
@@ -102,8 +96,6 @@ class Recomputing(_BySize):
 
 
 class Mixing(_BySize):
-    """The plans of a family that keep or offload something."""
-
     def __init__(self, space: Space, family: Family, mixed: Mixed, device_bytes: int) -> None:
         super().__init__(space, family, device_bytes)
         self._mixed = mixed
@@ -114,7 +106,6 @@ class Mixing(_BySize):
         return self._loosest(self._hopeful(below_s), below_s)
 
     def best(self, below_s: float) -> Found | None:
-        """Return the fastest plan that fits, or `None` if none is faster than `below_s`."""
         return self._best(self._hopeful(below_s), below_s)
 
     def _best(self, sizes: Sequence[int], below_s: float) -> Found | None:

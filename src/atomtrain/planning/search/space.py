@@ -12,10 +12,6 @@ A plan of the space has
 - as resident blocks any of the shared weights and of the layers that are the only ones of their
   kind (embedding, head), among the three largest of these that have at least a 32nd of the largest
   block's bytes, each updated on the host or on the device;
-- those of the first kind that are updated on the host come with their first user, or, if it is not
-  the first layer and they are larger than most layers, early: a piece with each layer of forward
-  (all of these, or none; not where updates wait for the norm of all gradients: forward begins with
-  the pieces, so they must have been updated by then);
 - or some of the first kind and an eighth, two eighths, ..., all of the other blocks, evenly spread
   over the chain, all of them updated on the device.
 """
@@ -24,6 +20,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -37,9 +34,92 @@ from atomtrain.planning.cost.costing import Costing, Place
 from atomtrain.planning.cost.memory import MemoryModel
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.plan import Request
-from atomtrain.planning.plan.schedule import Phase
-from atomtrain.planning.plan.shape import Activation, Boundary
-from atomtrain.planning.search.residency import Residencies, Residency
+from atomtrain.planning.plan.shape import Activation, Boundary, Phase
+
+_MOST_CANDIDATES = 3
+_AWKWARD_SHARE = 32
+"""Blocks below this part of the largest one change nothing by where they are."""
+_SHARES = 8
+"""Into how many steps the number of other blocks on the device is divided."""
+
+
+class Residency(NamedTuple):
+    blocks: tuple[int, ...]
+    on_device: tuple[int, ...]
+    """Those whose optimizer runs on the device."""
+
+
+class Residencies:
+    """The sets of resident blocks that a request allows."""
+
+    def __init__(
+        self,
+        costs: ChainCosts,
+        layout: Layout,
+        memory: MemoryModel,
+        request: Request,
+        host_used: Collection[int],
+    ) -> None:
+        """`host_used` are blocks of which layers on the host use a part: not for the device."""
+        self._costs, self._layout, self._memory = costs, layout, memory
+        self._request, self._host_used = request, host_used
+        self._layers = len(costs.layers)
+
+    def all(self) -> list[Residency]:
+        request, fixed = self._request, self._request.device_blocks
+        if request.resident is not None:
+            return self._updated_anywhere(tuple(sorted(request.resident)))
+        candidates = self._awkward()
+        found = []
+        for chosen in _subsets(candidates):
+            blocks = sorted({*chosen, *(fixed or ())})
+            found += self._updated_anywhere(tuple(blocks))
+        if fixed is None and self._memory.updates_on_device:
+            found += self._spread(candidates)
+        return list(dict.fromkeys(found))
+
+    def _awkward(self) -> list[int]:
+        """Return the largest shared weights and layers that are the only ones of their kind."""
+        kinds = Counter(cost.kind for cost in self._costs.layers)
+        single = [i for i, cost in enumerate(self._costs.layers) if kinds[cost.kind] == 1]
+        blocks = [*single, *range(self._layers, self._layout.blocks)]
+        sizes = [self._layout.block_bytes(block) for block in range(self._layout.blocks)]
+        least_bytes = max(1, max(sizes) // _AWKWARD_SHARE)
+        blocks = [block for block in blocks if sizes[block] >= least_bytes]
+        blocks.sort(key=lambda block: (-self._layout.block_bytes(block), block))
+        return sorted(blocks[:_MOST_CANDIDATES])
+
+    def _updated_anywhere(self, blocks: tuple[int, ...]) -> list[Residency]:
+        fixed = self._request.device_blocks
+        if fixed is not None:
+            return [Residency(blocks, tuple(sorted(fixed)))]
+        if not self._memory.updates_on_device:
+            return [Residency(blocks, ())]
+        able = [block for block in blocks if block not in self._host_used]
+        some = _subsets(able) if len(able) <= _MOST_CANDIDATES else [(), tuple(able)]
+        return [Residency(blocks, there) for there in some]
+
+    def _spread(self, candidates: Collection[int]) -> list[Residency]:
+        able = [b for b in range(self._layout.blocks) if b not in self._host_used]
+        others = [b for b in able if b not in candidates and self._layout.block_bytes(b)]
+        counts = sorted({-(-len(others) * share // _SHARES) for share in range(1, _SHARES + 1)})
+        found = []
+        for count, chosen in itertools.product(counts, _subsets([*candidates])):
+            if not count or not set(chosen) <= set(able):
+                continue
+            spread = [others[(2 * i + 1) * len(others) // (2 * count)] for i in range(count)]
+            blocks = tuple(sorted((*chosen, *spread)))
+            found.append(Residency(blocks, blocks))
+        return found
+
+
+def _subsets(blocks: list[int]) -> list[tuple[int, ...]]:
+    return [
+        chosen
+        for count in range(len(blocks) + 1)
+        for chosen in itertools.combinations(blocks, count)
+    ]
+
 
 Mask = NDArray[np.bool_]
 Bytes = NDArray[np.float64]
@@ -61,16 +141,12 @@ class Family(NamedTuple):
     """Only the plan of a single segment; it fills one slot and one gradient buffer."""
     on_device: tuple[int, ...] = ()
     """Resident blocks that are updated on the device."""
-    early: tuple[int, ...] = ()
-    """Resident blocks that come in pieces ahead of their first user."""
     lean: bool = False
     """No family: as fast as this one, with the memory of the leanest of its group."""
 
     @property
     def place(self) -> Place:
-        """What the seconds of visits depend on."""
-        resident, on_device = frozenset(self.resident), frozenset(self.on_device)
-        return Place(resident, self.boundary, on_device, frozenset(self.early))
+        return Place(frozenset(self.resident), self.boundary, frozenset(self.on_device))
 
 
 class Work(NamedTuple):
@@ -90,8 +166,6 @@ class Work(NamedTuple):
 
 
 class Allowed(NamedTuple):
-    """The segments that fit under a limit."""
-
     forward: Mask
     """`[start, stop]`."""
     backward: Mask
@@ -104,8 +178,6 @@ class Allowed(NamedTuple):
 
 
 class Space:
-    """The families of a request, and what fits in them."""
-
     def __init__(
         self,
         chain: Chain,
@@ -127,21 +199,20 @@ class Space:
 
     @cached_property
     def families(self) -> list[Family]:
-        """All families, those with more of everything first."""
         request = self.request
         slots = (request.slots,) if request.slots else (2, 1)
         buffers = (request.gradient_buffers,) if request.gradient_buffers else (2, 1)
         several = self.layers > 1 and request.segments != 1
         families = []
         kinds = itertools.product(self._boundaries, self.residencies)
-        for boundary, (resident, there, early) in kinds:
+        for boundary, (resident, there) in kinds:
             if several:
                 families += [
-                    Family(resident, k, g, boundary, False, there, early)
+                    Family(resident, k, g, boundary, False, there)
                     for k, g in itertools.product(slots, buffers)
                 ]
             # A single segment comes at once.
-            if request.segments in (None, 1) and not early:
+            if request.segments in (None, 1):
                 families.append(Family(resident, 1, 1, boundary, True, there))
         return families
 
@@ -165,7 +236,6 @@ class Space:
         return (fastest, *(other for other in others if self._leaner(other, fastest)))
 
     def _leaner(self, one: Boundary, other: Boundary) -> bool:
-        """Return whether some visit needs less if values wait in one place than in the other."""
         works = [[self._work_of(at, there) for at in (one, other)] for there in (False, True)]
         return any(bool((a < b).any()) for pair in works for a, b in zip(*pair, strict=True))
 
@@ -181,8 +251,7 @@ class Space:
 
     @cached_property
     def residencies(self) -> list[Residency]:
-        """The sets of resident blocks, which of them are updated on the device, and which come
-        early."""
+        """The sets of resident blocks, and which of them are updated on the device."""
         return self._residencies.all()
 
     def slot_sizes(self, family: Family) -> list[int]:
@@ -206,11 +275,9 @@ class Space:
         return sizes[:count]
 
     def least_held(self, family: Family) -> int:
-        """Return what the plans of a family hold at least."""
         return self.held_bytes(family, self.slot_sizes(family)[0])
 
     def held_bytes(self, family: Family, slot_bytes: int) -> int:
-        """Return what is on the device whichever visit runs."""
         key = family.resident, family.on_device
         if key not in self._fixed:
             self._fixed[key] = self.memory.fixed_bytes(*key)
@@ -261,7 +328,6 @@ class Space:
             yield slot_bytes, allowed
 
     def work(self, family: Family) -> Work:
-        """Return what the visits of a family need."""
         there = bool(family.on_device)
         if not family.lean:
             return self._work_of(family.boundary, there)

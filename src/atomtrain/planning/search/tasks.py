@@ -28,7 +28,6 @@ class Task:
 
     @cached_property
     def tight_s(self) -> float:
-        """The nearest bound."""
         return self.bound_s if self.tighten is None else max(self.bound_s, self.tighten())
 
 

@@ -11,15 +11,16 @@ from atomtrain.checkpoint import Checkpoint
 from atomtrain.errors import CheckpointError
 from atomtrain.models.heads import HEAD_WEIGHT
 from atomtrain.models.hugging_face import HuggingFaceConfig, build
-from atomtrain.models.lora import ADAPTER_PARTS, merged
-from atomtrain.models.lora_config import NOTHING, LoraConfig
-from atomtrain.models.lora_experts import (
+from atomtrain.models.lora import (
+    ADAPTER_PARTS,
     adapted_by,
     adapter_of,
     experts_of,
     is_transposed,
+    merged,
     merged_experts,
 )
+from atomtrain.models.lora_config import NOTHING, LoraConfig
 from atomtrain.models.lora_init import begin
 from atomtrain.progress import Progress
 from atomtrain.training.config.recipe import Recipe

@@ -23,7 +23,7 @@ from atomtrain.engine.state.gradients import with_gradients_in
 from atomtrain.errors import AnalysisError, ConfigError, PlanError
 from atomtrain.models import GPTConfig
 from atomtrain.models.making import parameter_count
-from atomtrain.planning.plan.multi_device import share_of
+from atomtrain.planning.plan.updating import share_of
 from atomtrain.planning.search.search import fits
 from atomtrain.progress import Progress
 from atomtrain.training.config.optimizing import host_bytes_per_parameter, smaller_states

@@ -12,8 +12,7 @@ from atomtrain.models.confined import check_layers, parts_within
 from atomtrain.models.dequantised.files import open_weights
 from atomtrain.models.heads import HEAD_WEIGHT, NewHead, head_of, is_classifier
 from atomtrain.models.hugging_face import HuggingFaceConfig, read_config
-from atomtrain.models.lora import adapted_layers
-from atomtrain.models.lora_experts import adapted_by
+from atomtrain.models.lora import adapted_by, adapted_layers
 from atomtrain.models.making import Sizes, make_outline
 from atomtrain.models.weights.names import Source, match_weights
 from atomtrain.progress import BYTES, Progress

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomtrain.data import Batch
-from atomtrain.models.packing import places
+from atomtrain.models.gpt import places
 
 IGNORED = -100
 """A target that does not count, as in Hugging Face's models."""

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from atomtrain.checkpoint import Checkpoint
 from atomtrain.data import Tokenizer
 from atomtrain.errors import ConfigError
-from atomtrain.models.gpt_as_gpt2 import gpt2_config, gpt2_name, gpt2_tensor
-from atomtrain.models.gpt_config import GPTConfig
+from atomtrain.models.gpt_config import GPTConfig, gpt2_config, gpt2_name, gpt2_tensor
 from atomtrain.models.hugging_face import CONFIG_FILE
 from atomtrain.models.making import Sizes, make_outline
 from atomtrain.models.weights.conversion import Read, conversions_to_files

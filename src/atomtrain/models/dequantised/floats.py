@@ -1,9 +1,13 @@
-"""Weights in 8-bit floating point with a scale a block: DeepSeek-V3, Qwen3-FP8 and others.
+"""Weights in floating point of 8 or 4 bits with scales: FP8 of DeepSeek-V3 and others, and MXFP4.
 
-`X.weight` is e4m3 or e5m2 `[..., O, I]`, `X.weight_scale_inv` has what each block is multiplied by
-(https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md). The last block of a
-row or a column may be smaller. Without `weight_block_size` the scales are of equal blocks: one, or
-one a row. Scales of activations are not used: activations stay wide.
+FP8: `X.weight` is e4m3 or e5m2 `[..., O, I]`, `X.weight_scale_inv` has what each block is
+multiplied by (https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md). The last
+block of a row or a column may be smaller. Without `weight_block_size` the scales are of equal
+blocks: one, or one a row. Scales of activations are not used: activations stay wide.
+
+MXFP4 (OCP Microscaling, 2023), as gpt-oss is published: `X_blocks` `[E, O, I/32, 16]` uint8 has two
+numbers of 4 bits (e2m1) a byte, the earlier one in the low half; `X_scales` `[E, O, I/32]` uint8
+has each block's exponent plus 127. The modules hold `X` as `[E, I, O]`.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from atomtrain.models.dequantised.packed import (
 from atomtrain.models.weights.files import WeightFiles
 
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
-_SCALES = (
+_SCALE_TYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8,
 )  # fmt: skip
 
@@ -45,7 +49,7 @@ class _Grid(NamedTuple):
     """Columns of a block."""
 
 
-def find(entries: Entries, settings: Mapping[str, Any]) -> list[Packed]:
+def find_fp8(entries: Entries, settings: Mapping[str, Any]) -> list[Packed]:
     """Return the weights that are stored in 8 bits.
 
     Raises:
@@ -56,9 +60,9 @@ def find(entries: Entries, settings: Mapping[str, Any]) -> list[Packed]:
         if entry.dtype not in _CODES:
             continue
         scales = part_of(entries, name, _names_of_scales(name))
-        check_part(entries, scales, dtypes=_SCALES, codes=name)
+        check_part(entries, scales, dtypes=_SCALE_TYPES, codes=name)
         grid = _grid(entries, name, scales, settings.get("weight_block_size"))
-        slices = partial(_slices, name, scales, grid)
+        slices = partial(_fp8_slices, name, scales, grid)
         found.append(Packed(name, (name, scales), entry.shape, slices))
     taken = {part for packed in found for part in packed.parts}
     for name in entries:
@@ -92,7 +96,7 @@ def _grid(entries: Entries, name: str, scales: str, block: list[int] | None) -> 
     return _Grid(rows, columns, rows // stored[-2], columns // stored[-1])
 
 
-def _slices(name: str, scales: str, grid: _Grid, files: WeightFiles) -> Iterator[Tensor]:
+def _fp8_slices(name: str, scales: str, grid: _Grid, files: WeightFiles) -> Iterator[Tensor]:
     factors = files.read(scales)
     if factors.dtype == torch.float8_e8m0fnu:
         factors = factors.view(torch.uint8)
@@ -109,3 +113,50 @@ def _slices(name: str, scales: str, grid: _Grid, files: WeightFiles) -> Iterator
             values = codes.float().view(len(rows), grid.columns)
             each = blocks[rows].repeat_interleave(grid.wide, 1)[:, : grid.columns]
             yield values.mul_(each)
+
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_BYTES = 16
+_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What three bits mean; the fourth is the sign."""
+
+
+def find_mxfp4(entries: Entries, _: Mapping[str, Any]) -> list[Packed]:
+    """Return the weights that are stored in MXFP4.
+
+    Raises:
+        DataError: one lacks its blocks or scales, or these are of another shape or type.
+    """
+    found = []
+    for name in entries:
+        if name.endswith(_SCALES):
+            part_of(entries, name, [name.removesuffix(_SCALES) + _BLOCKS])
+        if not name.endswith(_BLOCKS):
+            continue
+        stem = name.removesuffix(_BLOCKS)
+        scales = part_of(entries, name, [stem + _SCALES])
+        shape = entries[name].shape
+        if len(shape) != 4 or shape[-1] != _BYTES or not elements(shape):
+            raise unfit(entries, name, f"not [experts, outputs, blocks, {_BYTES}]")
+        check_part(entries, name, dtypes=[torch.uint8])
+        check_part(entries, scales, shape[:-1], [torch.uint8], codes=name)
+        wide = (shape[0], shape[2] * _BYTES * 2, shape[1])
+        found.append(Packed(stem, (name, scales), wide, partial(_mxfp4_slices, name, scales)))
+    return found
+
+
+def _mxfp4_slices(name: str, scales: str, files: WeightFiles) -> Iterator[Tensor]:
+    experts, outputs, count, _ = files.entries[name].shape
+    levels = torch.tensor([*_LEVELS, *(-level for level in _LEVELS)])
+    step = max(1, SLICE_ELEMENTS // (count * _BYTES * 2))
+    for expert in range(experts):
+        wide = torch.empty(count * _BYTES * 2, outputs)
+        for first in range(0, outputs, step):
+            rows = min(step, outputs - first)
+            begin = (expert * outputs + first) * count
+            codes = files.read_elements(name, begin * _BYTES, rows * count * _BYTES)
+            factors = exponents(files.read_elements(scales, begin, rows * count))
+            halves = torch.stack((codes & 15, codes >> 4), -1).view(rows * count, -1)
+            values = levels[halves.int()].mul_(factors[:, None])
+            wide[:, first : first + rows] = values.view(rows, -1).T
+        yield wide
