@@ -43,8 +43,6 @@ Ask = Callable[[str, str, Check], str]
 
 @dataclass(frozen=True, kw_only=True)
 class InitOptions:
-    """What a user can say to `atom init`."""
-
     source: str | None = option(
         None,
         "Recipe to start from: the name of a ready one, or a file. Default: asked for, or "

@@ -51,8 +51,6 @@ _EXAMPLES = """\
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What a user can say to `atom plan`."""
-
     model: str = option(
         None,
         "Model by name (gpt3-small to gpt3-175b), the path of a Hugging Face config.json or of a "
@@ -184,6 +182,7 @@ def run(arguments: Sequence[str]) -> int:
         check_precision(options.precision, options.optimizer)
     with leaving_at_once():
         from atomtrain.engine.calibration.profiling import crowding_warning
+        from atomtrain.files import require_writable
         from atomtrain.models.lora_config import parse_lora
         from atomtrain.planning.advice import Setting
         from atomtrain.planning.plan.machine import save_machine
@@ -193,7 +192,6 @@ def run(arguments: Sequence[str]) -> int:
             named_optimizer,
             precision_of,
         )
-        from atomtrain.views.plans.files import require_writable
         from atomtrain.views.plans.report import make_report
         from atomtrain.views.plans.subject import subject
         from atomtrain.views.plans.table import caption, plan_text
@@ -234,11 +232,11 @@ def run(arguments: Sequence[str]) -> int:
     if warning := crowding_warning(place.crowded_share):
         sys.stderr.write(f"warning: {warning}\n")
     if options.picture is not None:
-        from atomtrain.views.plans.picture import step_picture
+        from atomtrain.views.plans.step import step_picture
 
         step_picture(report.prospect.spans, caption(report), options.picture)
     if options.trace is not None:
-        from atomtrain.views.plans.trace import Account, write_trace
+        from atomtrain.views.plans.step import Account, write_trace
 
         about = {"model": report.model, "machine": place.machine.name}
         write_trace(options.trace, [Account("predicted", report.prospect.spans)], about)

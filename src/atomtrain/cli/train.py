@@ -44,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
     check_early(options)
     if options.dry_run:
         with leaving_at_once():
-            from atomtrain.training.tools.dry_run import dry_run
+            from atomtrain.training.tools.preview import dry_run
 
         sys.stdout.write(dry_run(options))
         return 0
@@ -123,15 +123,14 @@ def command_parser() -> argparse.ArgumentParser:
 def _run_peer(options: TrainOptions) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     with leaving_at_once():
-        from atomtrain.events import EventLog
-        from atomtrain.metrics.feed import MetricsFeed
+        from atomtrain.events import EVENTS_FILE, RECIPE_FILE, EventLog
         from atomtrain.metrics.targets import PeerLabels
+        from atomtrain.metrics.writers import MetricsFeed
         from atomtrain.training.config.folders import make_directory
         from atomtrain.training.config.recipe_files import recipe_text
         from atomtrain.training.loop import Loop
         from atomtrain.training.setup.setup import open_session
         from atomtrain.views.runs.display import Display, DisplayConfig
-        from atomtrain.views.runs.files import EVENTS_FILE, RECIPE_FILE
 
     session = open_session(options, _tell)
     try:
@@ -174,12 +173,12 @@ def _run_peers(options: TrainOptions) -> int:
     from atomtrain.data import read_corpus
     from atomtrain.data.rows import has_rows
     from atomtrain.data.weighted import parse_weighted
+    from atomtrain.events import EVENTS_FILE, PICTURE_FILE
+    from atomtrain.files import require_writable
     from atomtrain.metrics.targets import for_local_peer
     from atomtrain.training.config.new_recipe import check_model, model_name
     from atomtrain.training.launcher import PeerCommand, launch_peers
-    from atomtrain.views.plans.files import require_writable
     from atomtrain.views.runs.display import Display, DisplayConfig
-    from atomtrain.views.runs.files import EVENTS_FILE, PICTURE_FILE
     from atomtrain.views.runs.picture import loss_picture
 
     # Mistakes that every peer would make are told once, here.

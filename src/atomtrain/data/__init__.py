@@ -14,10 +14,9 @@ from atomtrain.lazy import getter
 
 if TYPE_CHECKING:
     from atomtrain.data.corpus import Corpus, Document, read_corpus
-    from atomtrain.data.preparing import Prepared, prepare
     from atomtrain.data.sampler import Batch, Sampler, SamplerConfig, held_out_batches
     from atomtrain.data.tokenizer import SEPARATOR, Tokenizer, read_tokenizer
-    from atomtrain.data.tokens import Tokens, bits_per_byte, open_tokens
+    from atomtrain.data.tokens import Prepared, Tokens, bits_per_byte, open_tokens, prepare
     from atomtrain.files import default_cache
 
 __all__ = [
@@ -45,9 +44,9 @@ __getattr__ = getter(
         "Corpus": "atomtrain.data.corpus",
         "Document": "atomtrain.data.corpus",
         "read_corpus": "atomtrain.data.corpus",
-        "Prepared": "atomtrain.data.preparing",
+        "Prepared": "atomtrain.data.tokens",
         "default_cache": "atomtrain.files",
-        "prepare": "atomtrain.data.preparing",
+        "prepare": "atomtrain.data.tokens",
         "Batch": "atomtrain.data.sampler",
         "Sampler": "atomtrain.data.sampler",
         "SamplerConfig": "atomtrain.data.sampler",

@@ -24,10 +24,9 @@ from types import FrameType
 from typing import Protocol
 
 from atomtrain.errors import ConfigError, SwarmError
-from atomtrain.events import Event
+from atomtrain.events import Event, EventTail
 from atomtrain.units import format_seconds
 from atomtrain.views.runs.event_text import join_address
-from atomtrain.views.runs.files import EventTail
 
 LOG_LINES = 15
 STAGE_SIGNALS = (0, signal.SIGINT, signal.SIGTERM, signal.SIGKILL)

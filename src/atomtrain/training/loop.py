@@ -17,21 +17,21 @@ from atomtrain.data.sampler import joined
 from atomtrain.engine.calibration.step_times import StepTimes
 from atomtrain.engine.engine_base import StepReport
 from atomtrain.errors import DiskError, StreamError
-from atomtrain.events import EventLog
+from atomtrain.events import EVENTS_FILE, PICTURE_FILE, EventLog
 from atomtrain.optimizers.groups import set_learning_rate
 from atomtrain.training.run_events import (
     SwarmFile,
     announce,
+    newest,
+    save_session,
     seed_of,
     tell_expelled,
     tell_rounds,
     tell_samples,
     trace_last_step,
 )
-from atomtrain.training.setup.saving import newest, save_session
+from atomtrain.training.setup.gradients import GradientFragments
 from atomtrain.training.setup.setup import Session
-from atomtrain.training.together.gradients import GradientFragments
-from atomtrain.views.runs.files import EVENTS_FILE, PICTURE_FILE
 from atomtrain.views.runs.picture import loss_picture
 from atomtrain.views.runs.plan_event import measured_of, tell_prediction, tell_timeline
 

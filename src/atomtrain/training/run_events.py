@@ -1,4 +1,4 @@
-"""What a run tells of itself beside its steps: how it begins, peers, rounds, samples, its end."""
+"""What a run tells and writes beside its steps: beginning, peers, rounds, samples, checkpoints."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from atomtrain.checkpoint import save
 from atomtrain.engine.devices.native import tf32_hint
 from atomtrain.engine.generation.generating import Wish
 from atomtrain.errors import DeviceMemoryError, PlanError
-from atomtrain.events import EventLog
+from atomtrain.events import SWARM_FILE, EventLog
 from atomtrain.files import replacing
 from atomtrain.models.making import parameter_count
+from atomtrain.training.config.folders import CHECKPOINTS
+from atomtrain.training.setup.peering import pasted_address
 from atomtrain.training.setup.setup import Session
-from atomtrain.training.together.peering import pasted_address
-from atomtrain.views.plans.trace import Account, write_trace
-from atomtrain.views.runs.files import SWARM_FILE
+from atomtrain.training.setup.sources import guards_of
+from atomtrain.training.setup.state import SWARM_SHARD, loss_scale_of, shards_of
+from atomtrain.views.plans.step import Account, write_trace
 from atomtrain.views.runs.plan_event import tell_plan
 
 if TYPE_CHECKING:
@@ -192,3 +197,55 @@ class SwarmFile:
         took_s = self._clock() - now_s
         self._due_s = now_s + max(_INTERVAL_S, took_s / _MOST_SHARE)
         return True
+
+
+def save_session(session: Session, events: EventLog) -> Path:
+    """Write a checkpoint of the session as it is now, and tell of it; return its folder.
+
+    Waits for the last step's updates.
+    """
+    started_s = time.monotonic()
+    meta: dict[str, Any] = {
+        "recipe": session.recipe.to_json(),
+        "separator": session.text.tokenizer.separator_text,
+        "tokens": session.tokens,
+        "micro_batch": session.fit.micro_batch,
+        "head_pieces": session.fit.head_pieces,
+        "loss_scale": loss_scale_of(session.engine),
+        "data": list(session.text.data),
+        "validation": session.text.validation,
+        "model_folder": _text_of(session.model_folder),
+        "text_sha256": session.text.sha256,
+        "run": session.run,
+        "guards": guards_of(session.options),
+        "name": session.name,
+    }
+    swarm = None if session.swarm is None else session.swarm.state_dict()
+    if swarm is not None:
+        meta["swarm"] = swarm.meta
+
+    def shards() -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        yield from shards_of(session.engine)
+        if swarm is not None:
+            yield SWARM_SHARD, swarm.tensors
+
+    texts = {"tokenizer.json": session.text.tokenizer.to_json()}
+    path = save(session.directory / CHECKPOINTS, session.step, shards(), meta, texts)
+    events.emit(
+        "checkpoint",
+        step=session.step,
+        path=str(path),
+        bytes=sum(file.stat().st_size for file in path.iterdir()),
+        duration_s=time.monotonic() - started_s,
+    )
+    return path
+
+
+def newest(session: Session) -> Path:
+    """Return the checkpoint that was written at the session's step."""
+    folder = session.directory / CHECKPOINTS
+    return max(folder.glob(f"step-{session.step:08d}*"))
+
+
+def _text_of(path: Path | None) -> str | None:
+    return None if path is None else str(path.absolute())

@@ -14,7 +14,7 @@ import torch
 from atomtrain.data import Tokenizer
 from atomtrain.errors import ConfigError
 from atomtrain.training.tools import gguf_file
-from atomtrain.training.tools.gguf_model import described, rope_factors, turned
+from atomtrain.training.tools.gguf_file import described, rope_factors, turned
 from atomtrain.training.tools.gguf_tokenizer import CONTROL, UNUSED, USER_DEFINED, vocabulary_of
 
 SENTENCE = "the cat sat on the mat "

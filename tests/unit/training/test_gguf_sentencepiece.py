@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from atomtrain.errors import ConfigError
-from atomtrain.training.tools.gguf_sentencepiece import (
+from atomtrain.training.tools.gguf_tokenizer import (
     BYTE,
     CONTROL,
     NORMAL,
     UNKNOWN,
     UNUSED,
+    Vocabulary,
+    vocabulary_of,
 )
-from atomtrain.training.tools.gguf_tokenizer import Vocabulary, vocabulary_of
 from tests.support.sentencepiece import LEGACY, SETTINGS, SPACE, converted
 
 TEXTS = ["the cat sat on the mat and the dog lay by the door while rain fell on the roof"] * 3

@@ -11,8 +11,8 @@ from atomtrain.errors import ConfigError
 from atomtrain.planning.cost.timeline import Span, VisitTime, step_spans
 from atomtrain.planning.plan.schedule import Phase, training_visits
 from atomtrain.planning.plan.shape import Shape
-from atomtrain.views.plans import picture
-from atomtrain.views.plans.picture import Caption, step_picture
+from atomtrain.views.plans import step as picture
+from atomtrain.views.plans.step import Caption, step_picture
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CAPTION = Caption("tiny on a GPU", "1 s for 64 tokens")

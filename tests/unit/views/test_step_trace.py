@@ -12,7 +12,7 @@ from atomtrain.engine.devices.streams import Stream
 from atomtrain.engine.devices.tracing import Record
 from atomtrain.errors import ConfigError
 from atomtrain.planning.cost.timeline import Span, StreamName
-from atomtrain.views.plans.trace import STREAMS, Account, trace, write_trace
+from atomtrain.views.plans.step import STREAMS, Account, trace, write_trace
 
 PREDICTED = (
     Span("load", "forward 0", 2.0, 2.5),

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomtrain.events import EventLog
-from atomtrain.views.runs.files import EventTail
+from atomtrain.events import EventLog, EventTail
 
 
 def test_reads_what_was_added_since_the_last_call(tmp_path: Path) -> None:
@@ -78,7 +77,7 @@ def test_garbage_is_skipped_never_an_error(
 
 
 def test_a_line_without_an_end_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atomtrain.views.runs.files._MOST_LINE_BYTES", 100)
+    monkeypatch.setattr("atomtrain.events._MOST_LINE_BYTES", 100)
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "step", "x": "' + "a" * 1000 + '"}\n{"event": "next"}\n')
     tail = EventTail(path)

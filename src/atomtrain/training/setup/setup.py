@@ -25,6 +25,7 @@ from atomtrain.engine.execution.compiled import require_compilable
 from atomtrain.engine.options import Options
 from atomtrain.engine.state.precision import PRECISIONS
 from atomtrain.errors import ConfigError
+from atomtrain.files import require_writable
 from atomtrain.models import HuggingFaceConfig, make_model, make_outline
 from atomtrain.models.image_text import check_features
 from atomtrain.models.neftune import with_noise
@@ -50,20 +51,15 @@ from atomtrain.training.setup.budgets import (
     example_of,
     find_fit,
 )
-from atomtrain.training.setup.model_check import check_model, check_separation
-from atomtrain.training.setup.objective import MicroBatch, Objective
-from atomtrain.training.setup.objectives import objective_of
-from atomtrain.training.setup.preference import DirectPreference
-from atomtrain.training.setup.references import with_references
-from atomtrain.training.setup.sources import Source, averages_gradients, find_source
-from atomtrain.training.setup.state import restore, saved_swarm
-from atomtrain.training.setup.texts import Text, own_text
-from atomtrain.training.together.gradients import (
+from atomtrain.training.setup.gradients import (
     GradientCollector,
     GradientFragments,
     step_of,
 )
-from atomtrain.training.together.peering import (
+from atomtrain.training.setup.model_check import check_model, check_separation
+from atomtrain.training.setup.objective import MicroBatch, Objective
+from atomtrain.training.setup.objectives import DirectPreference, objective_of
+from atomtrain.training.setup.peering import (
     EngineFragments,
     forget_peers,
     manifest_of,
@@ -72,7 +68,10 @@ from atomtrain.training.together.peering import (
     with_addresses,
     with_rules,
 )
-from atomtrain.views.plans.files import require_writable
+from atomtrain.training.setup.references import with_references
+from atomtrain.training.setup.sources import Source, averages_gradients, find_source
+from atomtrain.training.setup.state import restore, saved_swarm
+from atomtrain.training.setup.texts import Text, own_text
 
 if TYPE_CHECKING:
     from atomtrain.swarm import Swarm, SwarmState

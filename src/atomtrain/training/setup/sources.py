@@ -24,9 +24,9 @@ from atomtrain.training.config.new_recipe import amended, new_recipe
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.loading import Weights
+from atomtrain.training.setup.peering import check_rules, knows_peers, swarm_config
 from atomtrain.training.setup.state import data_of, recipe_of
 from atomtrain.training.setup.texts import Text, read_labels, read_text
-from atomtrain.training.together.peering import check_rules, knows_peers, swarm_config
 
 if TYPE_CHECKING:
     from atomtrain.swarm import Swarm

@@ -22,10 +22,10 @@ from atomtrain.data.material import (
 )
 from atomtrain.data.mixture import Mixture
 from atomtrain.data.picture_chat import PictureEncoder
-from atomtrain.data.preparing import cached_tokenizer
 from atomtrain.data.rows import SUFFIXES, Row, has_rows, read_rows
 from atomtrain.data.sampler import joined
 from atomtrain.data.split import HoldOut
+from atomtrain.data.tokens import cached_tokenizer
 from atomtrain.data.weighted import parse_weighted
 from atomtrain.errors import DataError
 from atomtrain.models import HuggingFaceConfig, Sizes

@@ -19,11 +19,13 @@ from atomtrain.errors import ConfigError
 from atomtrain.models.hugging_face import HuggingFaceConfig
 from atomtrain.models.making import Sizes
 from atomtrain.training.config.recipe import PREFERENCES
-from atomtrain.training.setup.classification import Classification
-from atomtrain.training.setup.hearing import rows_heard
-from atomtrain.training.setup.objective import MicroBatch, NextToken, OwnLoss
-from atomtrain.training.setup.objectives import preference_of
-from atomtrain.training.setup.preference import PreferredAnswer, RewardModel
+from atomtrain.training.setup.objective import MicroBatch, NextToken, OwnLoss, rows_heard
+from atomtrain.training.setup.objectives import (
+    Classification,
+    PreferredAnswer,
+    RewardModel,
+    preference_of,
+)
 from atomtrain.training.setup.state import Trained, data_of, open_trained
 from atomtrain.training.setup.texts import Learns, Text, has_pairs, read_text
 
@@ -49,7 +51,7 @@ class PairEvaluation(NamedTuple):
     """How well a model prefers the better of two held-out answers."""
 
     loss: float
-    """Mean over pairs, nats; see `atomtrain.training.setup.preference`."""
+    """Mean over pairs, nats; see `atomtrain.training.setup.objectives`."""
     reward_accuracy: float
     reward_margin: float | None
     """`None` of judged answers that are all good, or none of them."""

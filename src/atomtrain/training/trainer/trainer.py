@@ -20,17 +20,23 @@ from atomtrain.engine.calibration.step_times import StepTimes
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.options import Options
 from atomtrain.errors import CheckpointError, ConfigError
-from atomtrain.events import EventLog
+from atomtrain.events import EVENTS_FILE, EventLog
 from atomtrain.models.neftune import with_noise
 from atomtrain.optimizers import AdamW, decay_groups, layer_groups
 from atomtrain.optimizers.groups import set_learning_rate
 from atomtrain.training.config.optimizing import precision_of
 from atomtrain.training.setup.state import loss_scale_of, restore, shards_of
 from atomtrain.training.trainer.callbacks import Callback, Course, Progress, tell_start, tell_step
-from atomtrain.training.trainer.collating import names_in_forward, only, stacked, tokens_in
-from atomtrain.training.trainer.trainer_arguments import EPOCH, TrainerArguments, arguments_from
-from atomtrain.views.runs.files import EVENTS_FILE
-from atomtrain.views.runs.notebook import History, PlanView
+from atomtrain.training.trainer.trainer_arguments import (
+    EPOCH,
+    TrainerArguments,
+    arguments_from,
+    names_in_forward,
+    only,
+    stacked,
+    tokens_in,
+)
+from atomtrain.views.runs.picture import History, PlanView
 from atomtrain.views.runs.plan_event import tell_prediction, tell_timeline
 
 CHECKPOINTS = "checkpoints"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from atomtrain.planning.plan.plan import Plan, disk_text, saved_text
 from atomtrain.planning.search.batch_search import Prospect
 from atomtrain.units import format_bytes, format_count, format_seconds
-from atomtrain.views.plans.picture import Caption
 from atomtrain.views.plans.report import Report
+from atomtrain.views.plans.step import Caption
 
 _KEY_COLUMNS = 12
 _MOST_NAMES = 6

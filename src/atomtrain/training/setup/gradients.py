@@ -17,7 +17,7 @@ from atomtrain.engine.engine import Engine
 from atomtrain.optimizers import decay_groups
 from atomtrain.training.config.optimizing import BETAS
 from atomtrain.training.config.recipe import Recipe
-from atomtrain.training.together.peering import EngineFragments
+from atomtrain.training.setup.peering import EngineFragments
 
 if TYPE_CHECKING:
     from atomtrain.swarm.anchors.updates import AdamWUpdate
