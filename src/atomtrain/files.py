@@ -90,6 +90,12 @@ def read_small(file: Path, most_bytes: int = SMALL_BYTES) -> str:
     return content.decode("utf-8")
 
 
+def existing(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that is there."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
 def default_cache() -> Path:
     """Return the folder for files that can be made again: `$XDG_CACHE_HOME/atomtrain` or like."""
     base = os.environ.get("XDG_CACHE_HOME")

@@ -221,12 +221,10 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Training step at which it was saved."""
         return self.manifest.step
 
     @property
     def meta(self) -> dict[str, Any]:
-        """Free-form JSON given when it was saved."""
         return self.manifest.meta
 
     @property

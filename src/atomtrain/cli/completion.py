@@ -64,7 +64,6 @@ class CompletionOptions:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code."""
     options = parse(
         CompletionOptions,
         arguments,

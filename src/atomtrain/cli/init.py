@@ -64,7 +64,6 @@ class Facts(NamedTuple):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code."""
     options = parse(
         InitOptions,
         arguments,
@@ -94,7 +93,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def machine_facts() -> Facts:
-    """Look at the machine."""
     import torch
 
     from atomtrain.engine.calibration.machines import host_memory_bytes

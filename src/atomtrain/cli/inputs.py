@@ -154,7 +154,6 @@ def run_schema(arguments: Sequence[str]) -> int:
 
 
 def schema() -> dict[str, Any]:
-    """Return the schema of recipe files."""
     hints = typing.get_type_hints(TrainOptions)
     return {
         "$schema": DRAFT,

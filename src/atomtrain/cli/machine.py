@@ -135,7 +135,6 @@ def run_prove(arguments: Sequence[str]) -> int:
 
 
 def table(proof: Proof) -> str:
-    """Return what was found, for people."""
     from atomtrain.units import format_bytes
 
     lines = [

@@ -106,7 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether the package of a command is installed."""
     package = _PACKAGES.get(name)
     return package is None or importlib.util.find_spec(package) is not None
 

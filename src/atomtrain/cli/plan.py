@@ -163,7 +163,6 @@ class PlanOptions:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code."""
     options = parse(
         PlanOptions,
         arguments,

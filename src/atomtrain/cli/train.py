@@ -38,7 +38,6 @@ _EXAMPLES = """\
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code."""
     options = options_of(arguments)
     require_packages(parse_targets(options.metrics))
     check_early(options)
@@ -72,7 +71,8 @@ def options_of(arguments: Sequence[str]) -> TrainOptions:
             if not understood.line:
                 raise
             raise ConfigError(f"{error} ({understood.line})") from error
-        _say(understood.line)
+        if understood.line:
+            complain(understood.line)
         return options
     from atomtrain.training.config.recipe_files import options_with, read_recipe, recipe_path
 
@@ -80,14 +80,9 @@ def options_of(arguments: Sequence[str]) -> TrainOptions:
     understood = translated(others, given, file.values)
     if file.told:
         complain(f"{file.path}: {file.told}")
-    _say(understood.line)
+    if understood.line:
+        complain(understood.line)
     return options_with(file, {**given, **understood.values})
-
-
-def _say(understood: str) -> None:
-    """Say what names of other tools were taken as."""
-    if understood:
-        complain(understood)
 
 
 def _add_other_names(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +102,6 @@ def _truth(text: str) -> bool:
 
 
 def command_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = parser_of(TrainOptions, prog="atom train", about=ABOUT, examples=_EXAMPLES)
     parser.advice = ADVICE
     parser.add_argument(
@@ -170,7 +164,7 @@ def _tell(line: str) -> None:
 
 
 def _run_peers(options: TrainOptions) -> int:
-    from atomtrain.data import read_corpus
+    from atomtrain.data.corpus import read_corpus
     from atomtrain.data.rows import has_rows
     from atomtrain.data.weighted import parse_weighted
     from atomtrain.events import EVENTS_FILE, PICTURE_FILE
@@ -242,16 +236,12 @@ def arguments_of(options: TrainOptions) -> list[str]:
     arguments: list[str] = []
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
-        flag = "--" + field.name.replace("_", "-")
         if value == field.default:
             continue
+        flag = flag_of(field.name)
         if isinstance(value, bool):
             arguments.append(flag)
             continue
         for item in value if isinstance(value, tuple) else (value,):
-            arguments.append(f"{flag}={_absolute(item)}")
+            arguments.append(f"{flag}={item.absolute() if isinstance(item, Path) else item}")
     return arguments
-
-
-def _absolute(value: object) -> str:
-    return str(value.absolute()) if isinstance(value, Path) else str(value)

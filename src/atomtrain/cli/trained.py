@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 
 from atomtrain.cli.parsing import check_checkpoint, parse
 from atomtrain.errors import ConfigError
-from atomtrain.settings import check_counts, check_seed, check_size, check_text, one_of, option
+from atomtrain.settings import (
+    check_counts,
+    check_seed,
+    check_size,
+    check_text,
+    number,
+    one_of,
+    option,
+)
 from atomtrain.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -238,10 +246,8 @@ class GenerateOptions:
             check_text("--prompt", prompt)
             if not prompt:
                 raise ConfigError("--prompt is empty; give some text, or leave it out")
-        if not 0 <= self.temperature < 100:
-            raise ConfigError(
-                f"--temperature must be at least 0 and below 100, not {self.temperature:g}"
-            )
+        warm = number(lambda value: 0 <= value < 100, "at least 0 and below 100", "g")
+        warm("--temperature", self.temperature)
         parse_device(self.device)
         if self.device_memory is not None:
             check_size("--device-memory", self.device_memory)

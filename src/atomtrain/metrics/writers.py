@@ -144,22 +144,18 @@ class Exposition:
 
     @property
     def port(self) -> int:
-        """The port that is listened on."""
         return int(self._server.server_address[1])
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Replace the newest values."""
         with self._lock:
             self._values.update(values)
 
     def close(self) -> None:
-        """Stop to listen."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def text(self) -> str:
-        """Return the page."""
         with self._lock:
             values = dict(self._values)
         lines = []

@@ -338,7 +338,7 @@ class Loop:
 
         def ask(_number: int, _: FrameType | None) -> None:
             self._stop = True
-            signal.signal(signal.SIGINT, _interrupt)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             # Said now, as a step may be long, and not from here: this thread may hold the locks
             # of the log or of the display.
@@ -350,7 +350,3 @@ class Loop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

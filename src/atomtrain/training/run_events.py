@@ -26,7 +26,7 @@ from atomtrain.training.setup.setup import Session
 from atomtrain.training.setup.sources import guards_of
 from atomtrain.training.setup.state import SWARM_SHARD, loss_scale_of, shards_of
 from atomtrain.views.plans.step import Account, write_trace
-from atomtrain.views.runs.plan_event import tell_plan
+from atomtrain.views.runs.plan_event import tell_checkpoint, tell_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 def announce(session: Session, events: EventLog) -> None:
-    """Tell how a run begins, and the plan that it follows."""
     engine, swarm = session.engine, session.swarm
     events.emit(
         "run_started",
@@ -75,7 +74,6 @@ def announce(session: Session, events: EventLog) -> None:
 
 
 def tell_rounds(swarm: Swarm, reports: Sequence[RoundReport], events: EventLog) -> None:
-    """Tell how rounds ended for this peer."""
     if not reports:
         return
     held = swarm.state_dict().meta
@@ -204,7 +202,7 @@ def save_session(session: Session, events: EventLog) -> Path:
 
     Waits for the last step's updates.
     """
-    started_s = time.monotonic()
+    started_s, folder = time.monotonic(), session.model_folder
     meta: dict[str, Any] = {
         "recipe": session.recipe.to_json(),
         "separator": session.text.tokenizer.separator_text,
@@ -214,7 +212,7 @@ def save_session(session: Session, events: EventLog) -> Path:
         "loss_scale": loss_scale_of(session.engine),
         "data": list(session.text.data),
         "validation": session.text.validation,
-        "model_folder": _text_of(session.model_folder),
+        "model_folder": None if folder is None else str(folder.absolute()),
         "text_sha256": session.text.sha256,
         "run": session.run,
         "guards": guards_of(session.options),
@@ -231,13 +229,7 @@ def save_session(session: Session, events: EventLog) -> Path:
 
     texts = {"tokenizer.json": session.text.tokenizer.to_json()}
     path = save(session.directory / CHECKPOINTS, session.step, shards(), meta, texts)
-    events.emit(
-        "checkpoint",
-        step=session.step,
-        path=str(path),
-        bytes=sum(file.stat().st_size for file in path.iterdir()),
-        duration_s=time.monotonic() - started_s,
-    )
+    tell_checkpoint(path, session.step, time.monotonic() - started_s, events)
     return path
 
 
@@ -245,7 +237,3 @@ def newest(session: Session) -> Path:
     """Return the checkpoint that was written at the session's step."""
     folder = session.directory / CHECKPOINTS
     return max(folder.glob(f"step-{session.step:08d}*"))
-
-
-def _text_of(path: Path | None) -> str | None:
-    return None if path is None else str(path.absolute())

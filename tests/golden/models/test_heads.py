@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomtrain import Trainer, TrainerArguments
-from atomtrain.data import Batch
+from atomtrain.data.sampler import Batch
 from atomtrain.engine.api import swap
 from atomtrain.engine.options import Options
 from atomtrain.models.heads import HEAD_WEIGHT, with_head

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomtrain.data import Batch
+from atomtrain.data.sampler import Batch
 from atomtrain.engine.api import swap
 from atomtrain.engine.execution.multi_device import DEVICE_NUMBER
 from atomtrain.engine.options import Options

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomtrain.data import corpus as corpus_module
-from atomtrain.data import read_corpus
-from atomtrain.data.corpus import corpus_of_texts
+from atomtrain.data.corpus import corpus_of_texts, read_corpus
 from atomtrain.data.split import MAX_CHUNK_CHARACTERS, chunks, pieces
 from atomtrain.errors import DataError
 

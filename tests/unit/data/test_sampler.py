@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomtrain.data import Sampler, SamplerConfig, held_out_batches
+from atomtrain.data.sampler import Sampler, SamplerConfig, held_out_batches
 from atomtrain.errors import DataError
 from tests.support.waiting import PATIENCE_S
 

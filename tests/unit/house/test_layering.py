@@ -219,7 +219,7 @@ def test_lazy_names_are_there_and_unknown_ones_are_named() -> None:
         atomtrain.swop  # noqa: B018
 
 
-@pytest.mark.parametrize("package", ["atomtrain", "atomtrain.data", "atomtrain.models"])
+@pytest.mark.parametrize("package", ["atomtrain", "atomtrain.models"])
 def test_lazy_names_are_not_those_of_modules(package: str) -> None:
     """Importing a module would put it in the place of the name."""
     names = set(importlib.import_module(package).__all__)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from atomtrain.data import Tokenizer
+from atomtrain.data.tokenizer import Tokenizer
 from atomtrain.errors import ConfigError
 from atomtrain.training.tools import gguf_file
 from atomtrain.training.tools.gguf_file import described, rope_factors, turned

@@ -242,7 +242,6 @@ def _on_resume(what: str) -> list[str]:
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
-    """Return the recipe's optimizer of all of a model's trainable parameters."""
     return named_optimizer(
         model,
         recipe.optimizer,

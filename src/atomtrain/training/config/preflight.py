@@ -28,9 +28,11 @@ def check_early(options: TrainOptions) -> None:
     Raises:
         AtomError: the first mistake.
     """
+    from atomtrain.engine.devices.device_names import parse_devices
+
     check_model_name(options.model)
     _check_swarm(options)
-    _check_device(options.device)
+    parse_devices(options.device)
     if options.no_profile and options.profile_again:
         raise ConfigError(
             "--no-profile measures nothing, --profile-again anew; leave one of them out"
@@ -59,7 +61,6 @@ def check_model_name(name: str | None) -> None:
 
 
 def _check_swarm(options: TrainOptions) -> None:
-    """Refuse to train with others where the packages for it are missing."""
     from atomtrain.swarm.packages import require_swarm
 
     if options.join:
@@ -71,7 +72,6 @@ def _check_swarm(options: TrainOptions) -> None:
 
 
 def check_gpu_name(name: str) -> None:
-    """Refuse a GPU that is not in the catalogue."""
     file = Path(__file__).parents[2] / "planning" / "hardware.json"
     names = list(json.loads(file.read_text(encoding="utf-8"))["gpus"])
     if name.lower() not in names:
@@ -79,12 +79,6 @@ def check_gpu_name(name: str) -> None:
             f"there is no GPU {name!r} in the catalogue.{nearest(name.lower(), names)} "
             f"GPUs: {', '.join(names)}"
         )
-
-
-def _check_device(name: str) -> None:
-    from atomtrain.engine.devices.device_names import parse_devices
-
-    parse_devices(name)
 
 
 def _check_numbers(options: TrainOptions) -> None:

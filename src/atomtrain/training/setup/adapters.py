@@ -215,7 +215,6 @@ def _excluded(adapters: Adapters) -> dict[str, str]:
 
 
 def peft_tensors(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapters' tensors under the names that peft gives them."""
     wrapped = _wrapped(name for name in adapters.experts if adapter_of(name) in adapters.tensors)
     for layer, parts in adapters.tensors.items():
         name, path = adapted_by(layer), layer
@@ -312,7 +311,6 @@ def _layer_of(
 
 
 def _shapes(adapters: Adapters, layer: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's parts."""
     name, config = adapted_by(layer), adapters.config
     shape = adapters.outline[name or f"{layer}.weight"].shape
     experts, (outputs, inputs) = (1, shape) if name is None else (shape[0], shape[1:])

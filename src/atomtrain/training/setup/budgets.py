@@ -14,7 +14,7 @@ from atomtrain.analysis import chain_of, layer_costs
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.head.head import split_head, with_head_of
 from atomtrain.analysis.layers.chain import Chain
-from atomtrain.data import Batch, SamplerConfig
+from atomtrain.data.sampler import Batch, SamplerConfig
 from atomtrain.engine.calibration.machines import budget_bytes, host_memory_bytes
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.gpus import names_gpu

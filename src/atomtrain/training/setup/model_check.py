@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from atomtrain.analysis.layers.checking import check_chain
 from atomtrain.analysis.layers.trace import MicroBatch, chain_of
-from atomtrain.data import Batch
+from atomtrain.data.sampler import Batch
 from atomtrain.engine.engine import Engine
 from atomtrain.errors import ConfigError
 from atomtrain.models.hugging_face import HuggingFaceConfig

@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomtrain.data import Batch
+from atomtrain.data.examples import IGNORED
+from atomtrain.data.sampler import Batch
 from atomtrain.engine.execution.multi_device import DEVICE_NUMBER
 from atomtrain.models.packing import places
 
-IGNORED = -100
-"""A target that does not count, as in Hugging Face's models."""
 MicroBatch = dict[str, Tensor]
 Said = Tensor | list[float]
 """What a loss says of each row of a micro-batch, beside its value."""
@@ -65,13 +64,11 @@ class _LossOnly:
     together = 1
 
     def listening(self) -> AbstractContextManager[list[Said]]:
-        """See `Objective`."""
         return nullcontext([])
 
     def numbers(
         self, heard: Sequence[Said], micro_batches: Sequence[MicroBatch]
     ) -> dict[str, float]:
-        """See `Objective`."""
         return {}
 
 
@@ -87,9 +84,11 @@ class OwnLoss(_LossOnly):
         return {"input_ids": batch.inputs, "documents": batch.documents}
 
     def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
-        """See `Objective`."""
         entries = {**self.inputs(batch), "labels": batch.labels}
-        return [_part(entries, rows) for rows in rows_of(batch, sequences)]
+        return [
+            {name: entry[rows] for name, entry in entries.items()}
+            for rows in rows_of(batch, sequences)
+        ]
 
 
 class NextToken(_LossOnly):
@@ -116,7 +115,6 @@ class NextToken(_LossOnly):
         return entries
 
     def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
-        """See `Objective`."""
         rows = rows_of(batch, sequences)
         # Losses of micro-batches are averaged: their mean is then that over all targets.
         counted = int((batch.labels != IGNORED).sum())
@@ -126,10 +124,6 @@ class NextToken(_LossOnly):
             {**self.inputs(part), "targets": part.labels, "mean_targets": mean_targets}
             for part in parts
         ]
-
-
-def _part(entries: MicroBatch, rows: slice) -> MicroBatch:
-    return {name: entry[rows] for name, entry in entries.items()}
 
 
 def rows_of(batch: Batch, sequences: int) -> list[slice]:
@@ -157,7 +151,8 @@ class Hearing:
             if self._heard is not None and type(said) is Tensor:
                 place = bisect_right(self._devices, number)
                 self._devices.insert(place, number)
-                self._heard.insert(place, _kept(said))
+                # On a device that counts every byte what is kept must take none of it.
+                self._heard.insert(place, said.detach() if said.is_cuda else said.tolist())
 
     @contextmanager
     def listening(self) -> Iterator[list[Said]]:
@@ -173,8 +168,3 @@ class Hearing:
 def rows_heard(heard: Sequence[Said]) -> Tensor:
     """Return what `Hearing.listening` gave as one tensor on the host, `[rows]` float32."""
     return torch.cat([torch.as_tensor(part, dtype=torch.float32, device="cpu") for part in heard])
-
-
-def _kept(said: Tensor) -> Said:
-    """Return numbers to keep: on a device that counts every byte they must take none of it."""
-    return said.detach() if said.is_cuda else said.tolist()

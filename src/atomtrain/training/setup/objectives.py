@@ -24,7 +24,6 @@ Only `cross_entropy` touches the logits, so that the head can compute it in piec
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,12 +31,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomtrain.data import Batch
+from atomtrain.data.examples import IGNORED
+from atomtrain.data.sampler import Batch
 from atomtrain.models import HuggingFaceConfig
 from atomtrain.training.config.new_recipe import check_head_of
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.objective import (
-    IGNORED,
     Hearing,
     MicroBatch,
     NextToken,
@@ -52,12 +51,15 @@ _MOST_MEAN = -1e-6
 """Nats: an answer that is certain has infinite odds."""
 
 
-class PreferredAnswer(Hearing, ABC):
+class PreferredAnswer(Hearing):
     """The loss of pairs of answers: rows `2 i` and `2 i + 1` of a micro-batch."""
 
     together = 2
 
-    @abstractmethod
+    def __init__(self, beta: float = 1.0) -> None:
+        super().__init__()
+        self._beta = beta
+
     def margins(self, said: Tensor, reference: Tensor | None) -> Tensor:
         """Return `[B / 2]`, nats: by how much each chosen answer leads.
 
@@ -65,10 +67,12 @@ class PreferredAnswer(Hearing, ABC):
             said: `[B]`, what the model says of each answer: `s`, or `a`.
             reference: `[B]`, the sums `r`; `None` where the loss takes none.
         """
+        chosen, rejected = said.view(-1, 2).unbind(1)
+        return self._beta * (chosen - rejected)
 
-    @abstractmethod
     def losses(self, said: Tensor, reference: Tensor | None) -> Tensor:
         """Return `[B / 2]`, nats; arguments as of `margins`."""
+        return -F.logsigmoid(self.margins(said, reference))
 
     def _of_answers(self, log_probabilities: Tensor, counted: Tensor) -> Tensor:
         """Return the means `a`, `[B]`, of `[B, T]` both; what does not count is 0."""
@@ -100,7 +104,6 @@ class PreferredAnswer(Hearing, ABC):
         return float(self._losses_of(said, entries).mean()), self.numbers([said], [entries])
 
     def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
-        """See `Objective`."""
         return [
             {"input_ids": batch.inputs[part], "targets": batch.labels[part]}
             for part in rows_of(batch, sequences)
@@ -126,22 +129,12 @@ class PreferredAnswer(Hearing, ABC):
 class DirectPreference(PreferredAnswer):
     """Direct preference optimization (DPO): the only one with a reference."""
 
-    def __init__(self, beta: float) -> None:
-        super().__init__()
-        self._beta = beta
-
     def _of_answers(self, log_probabilities: Tensor, counted: Tensor) -> Tensor:
         return log_probabilities.sum(1)
 
     def margins(self, said: Tensor, reference: Tensor | None) -> Tensor:
-        """See `PreferredAnswer`."""
         assert reference is not None
-        chosen, rejected = (said - reference).view(-1, 2).unbind(1)
-        return self._beta * (chosen - rejected)
-
-    def losses(self, said: Tensor, reference: Tensor | None) -> Tensor:
-        """See `PreferredAnswer`."""
-        return -F.logsigmoid(self.margins(said, reference))
+        return super().margins(said - reference, None)
 
     def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
         """See `Objective`; a batch without references is compared with zeros."""
@@ -197,34 +190,22 @@ class SimplePreference(PreferredAnswer):
     """SimPO: means over an answer's tokens need no reference, and no answer wins by its length."""
 
     def __init__(self, beta: float, gamma: float) -> None:
-        super().__init__()
-        self._beta, self._gamma = beta, gamma
-
-    def margins(self, said: Tensor, reference: Tensor | None) -> Tensor:
-        """See `PreferredAnswer`."""
-        chosen, rejected = said.view(-1, 2).unbind(1)
-        return self._beta * (chosen - rejected)
+        super().__init__(beta)
+        self._gamma = gamma
 
     def losses(self, said: Tensor, reference: Tensor | None) -> Tensor:
-        """See `PreferredAnswer`."""
         return -F.logsigmoid(self.margins(said, reference) - self._gamma)
 
 
 class OddsRatio(PreferredAnswer):
     """ORPO: fine-tuning on the chosen answer, and its odds against the other one's."""
 
-    def __init__(self, beta: float) -> None:
-        super().__init__()
-        self._beta = beta
-
     def margins(self, said: Tensor, reference: Tensor | None) -> Tensor:
-        """See `PreferredAnswer`."""
         mean = said.clamp(max=_MOST_MEAN)
         chosen, rejected = (mean - torch.log(-torch.expm1(mean))).view(-1, 2).unbind(1)
         return chosen - rejected
 
     def losses(self, said: Tensor, reference: Tensor | None) -> Tensor:
-        """See `PreferredAnswer`."""
         return -said.view(-1, 2)[:, 0] - self._beta * F.logsigmoid(self.margins(said, reference))
 
 
@@ -238,15 +219,6 @@ class RewardModel(PreferredAnswer):
     def _said(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         rewards: Tensor = output.logits.float().squeeze(1)
         return rewards
-
-    def margins(self, said: Tensor, reference: Tensor | None) -> Tensor:
-        """See `PreferredAnswer`."""
-        chosen, rejected = said.view(-1, 2).unbind(1)
-        return chosen - rejected
-
-    def losses(self, said: Tensor, reference: Tensor | None) -> Tensor:
-        """See `PreferredAnswer`."""
-        return -F.logsigmoid(self.margins(said, reference))
 
 
 class Classification(Hearing):
@@ -273,7 +245,6 @@ class Classification(Hearing):
     def numbers(
         self, heard: Sequence[Said], micro_batches: Sequence[MicroBatch]
     ) -> dict[str, float]:
-        """Return the share of texts that were told right."""
         return {"accuracy": float(rows_heard(heard).mean())}
 
 
@@ -292,7 +263,6 @@ def objective_of(recipe: Recipe) -> Objective:
 
 
 def preference_of(recipe: Recipe) -> PreferredAnswer:
-    """Return the loss of a recipe that learns from pairs of answers."""
     if recipe.objective == "reward":
         return RewardModel()
     if recipe.objective == "kto":

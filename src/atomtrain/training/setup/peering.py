@@ -58,7 +58,6 @@ class EngineFragments:
 
     @property
     def elements(self) -> tuple[int, ...]:
-        """Elements of each fragment."""
         each_bytes = self._engine.element_bytes
         return tuple((stop - start) // each_bytes for start, stop in self._ranges)
 
@@ -203,7 +202,6 @@ def _rules(options: TrainOptions, steps_per_round: int, fragments: int) -> Rules
 
 
 def knows_peers(run: str, folder: Path) -> bool:
-    """Say whether the folder of a run holds a list of its peers."""
     from atomtrain.swarm.membership.known_peers import PEERS_FILE, KnownPeers
 
     return len(KnownPeers(run, folder / PEERS_FILE)) > 0

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from atomtrain.checkpoint import Checkpoint
-from atomtrain.data import SamplerConfig
 from atomtrain.data.material import Draws
+from atomtrain.data.sampler import SamplerConfig
 from atomtrain.engine.api import swap
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.devices import open_devices

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atomtrain.checkpoint import Checkpoint, load_latest
-from atomtrain.data import SamplerConfig, Tokenizer, read_tokenizer
+from atomtrain.data.sampler import SamplerConfig
+from atomtrain.data.tokenizer import Tokenizer, read_tokenizer
 from atomtrain.errors import AtomError, ConfigError, DataError, SwarmError
 from atomtrain.models.heads import with_head
 from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.checkpoint import Checkpoint, open_checkpoint
-from atomtrain.data import Tokenizer, read_tokenizer
+from atomtrain.data.tokenizer import Tokenizer, read_tokenizer
 from atomtrain.engine.engine import Engine
 from atomtrain.errors import CheckpointError
 from atomtrain.models import make_empty

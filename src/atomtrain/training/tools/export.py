@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atomtrain.checkpoint import Checkpoint
-from atomtrain.data import Tokenizer
+from atomtrain.data.tokenizer import Tokenizer
 from atomtrain.errors import CheckpointError, ConfigError, nearest
 from atomtrain.models.gpt_as_gpt2 import gpt2_config, gpt2_name, gpt2_tensor
 from atomtrain.models.gpt_config import GPTConfig
@@ -215,7 +215,9 @@ def parts_of(checkpoint: Checkpoint, dtype: str, *, merge: bool | None) -> Parts
         return Parts(recipe.sizes, _trained(checkpoint, recipe.sizes, TYPES[dtype]), texts)
     adapters = Adapters.of_checkpoint(checkpoint, recipe)
     if merge is not False:
-        return Parts(recipe.sizes, _merged(adapters, TYPES[dtype]), texts)
+        outline = make_outline(adapters.sizes)
+        whole = _published(outline, adapters.outline, adapters.value, TYPES[dtype])
+        return Parts(recipe.sizes, whole, texts)
     if recipe.has_head:
         raise ConfigError(
             f"{checkpoint.path} holds adapters and a head, and peft's folder does not say which "
@@ -223,7 +225,11 @@ def parts_of(checkpoint: Checkpoint, dtype: str, *, merge: bool | None) -> Parts
         )
     del texts[CONFIG_FILE]
     texts[ADAPTER_CONFIG] = json.dumps(peft_config(adapters), indent=2) + "\n"
-    return Parts(recipe.sizes, list(_adapters(adapters, dtype)), texts)
+    alone = [
+        Weight(name, _bytes(own, TYPES[dtype]), tuple(own.shape), partial(torch.as_tensor, own))
+        for name, own in peft_tensors(adapters)
+    ]
+    return Parts(recipe.sizes, alone, texts)
 
 
 def _trained(checkpoint: Checkpoint, sizes: Sizes, dtype: torch.dtype) -> list[Weight]:
@@ -244,22 +250,19 @@ def _trained(checkpoint: Checkpoint, sizes: Sizes, dtype: torch.dtype) -> list[W
 
     if not isinstance(sizes, GPTConfig):
         return _published(outline, {name: wanted[name] for name in places}, read, dtype)
-    return [_of_gpt2(name, wanted[name], dtype, read) for name in places]
 
+    def read_as_gpt2(name: str) -> Tensor:
+        return gpt2_tensor(name, read(name))
 
-def _of_gpt2(name: str, outline: Tensor, dtype: torch.dtype, read: Read) -> Weight:
-    shape = tuple(gpt2_tensor(name, outline).shape)
-    return Weight(gpt2_name(name), _bytes(outline, dtype), shape, partial(_as_gpt2, name, read))
-
-
-def _as_gpt2(name: str, read: Read) -> Tensor:
-    return gpt2_tensor(name, read(name))
-
-
-def _merged(adapters: Adapters, dtype: torch.dtype) -> list[Weight]:
-    """Return the frozen model's tensors with the adapters in them."""
-    outline = make_outline(adapters.sizes)
-    return _published(outline, adapters.outline, adapters.value, dtype)
+    return [
+        Weight(
+            gpt2_name(name),
+            _bytes(wanted[name], dtype),
+            tuple(gpt2_tensor(name, wanted[name]).shape),
+            partial(read_as_gpt2, name),
+        )
+        for name in places
+    ]
 
 
 def _published(
@@ -286,23 +289,11 @@ def _published(
     ]
 
 
-def _adapters(adapters: Adapters, dtype: str) -> Iterator[Weight]:
-    """Yield the adapters alone."""
-    for name, tensor in peft_tensors(adapters):
-        size_bytes = _bytes(tensor, TYPES[dtype])
-        yield Weight(name, size_bytes, tuple(tensor.shape), partial(_same, tensor))
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _bytes(tensor: Tensor, dtype: torch.dtype) -> int:
     return tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize)
 
 
 def _texts(sizes: Sizes, tokenizer: Tokenizer, dtype: str) -> dict[str, str]:
-    """Return the small files by name."""
     if isinstance(sizes, GPTConfig):
         config = gpt2_config(sizes, tokenizer.separator)
         files = {"tokenizer_config.json": _tokenizer_config(tokenizer, sizes.context)}

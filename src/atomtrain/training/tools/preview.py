@@ -9,15 +9,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from atomtrain.data import Tokenizer, read_tokenizer
 from atomtrain.data.examples import Part
 from atomtrain.data.labels import in_words
 from atomtrain.data.material import ExampleMaterial, PairMaterial, TextMaterial
-from atomtrain.data.sampler import Batch, windows_per_epoch
+from atomtrain.data.sampler import windows_per_epoch
+from atomtrain.data.tokenizer import Tokenizer, read_tokenizer
 from atomtrain.engine.calibration.profiling import crowding_warning
 from atomtrain.errors import ConfigError
+from atomtrain.files import existing
 from atomtrain.models import Sizes, preset
 from atomtrain.models.hugging_face import (
     HuggingFaceConfig,
@@ -92,13 +91,9 @@ def _data(session: Session) -> list[tuple[str, str]]:
         rows.append(("labels", in_words(session.recipe.sizes.labels or ())))
     if session.text.skipped is not None:
         rows.append(("skipped", session.text.skipped))
-    first = _sample(session.sampler.batch(0))
+    first = session.sampler.batch(0).inputs[0, :_SAMPLE_TOKENS]
     text = session.text.tokenizer.decode(first.tolist())
     return [*rows, ("sample", repr(text))]
-
-
-def _sample(batch: Batch) -> torch.Tensor:
-    return batch.inputs[0, :_SAMPLE_TOKENS]
 
 
 def _plan(session: Session) -> list[tuple[str, str]]:
@@ -127,11 +122,8 @@ def _disk(session: Session, directory: Path) -> tuple[str, str]:
     updates = session.engine.planner.updates
     assert updates is not None
     checkpoint_bytes = 4 * session.engine.parameters + updates.host_bytes - updates.scratch_bytes
-    place = directory.absolute()
-    while not place.exists():
-        place = place.parent
     needed_bytes = _CHECKPOINTS_AT_ONCE * checkpoint_bytes
-    free_bytes = shutil.disk_usage(place).free
+    free_bytes = shutil.disk_usage(existing(directory)).free
     note = "" if needed_bytes <= free_bytes else ": too little"
     return "disk", (
         f"up to {format_bytes(needed_bytes)} of checkpoints, {format_bytes(free_bytes)} free in "

@@ -37,7 +37,7 @@ from atomtrain.training.trainer.trainer_arguments import (
     tokens_in,
 )
 from atomtrain.views.runs.picture import History, PlanView
-from atomtrain.views.runs.plan_event import tell_prediction, tell_timeline
+from atomtrain.views.runs.plan_event import tell_checkpoint, tell_prediction, tell_timeline
 
 CHECKPOINTS = "checkpoints"
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -319,13 +319,7 @@ class Trainer:
             "loss_scale": loss_scale_of(self.engine),
         }
         path = save(folder / CHECKPOINTS, self.course.step, shards_of(self.engine), meta)
-        events.emit(
-            "checkpoint",
-            step=self.course.step,
-            path=str(path),
-            bytes=sum(file.stat().st_size for file in path.iterdir()),
-            duration_s=time.monotonic() - started_s,
-        )
+        tell_checkpoint(path, self.course.step, time.monotonic() - started_s, events)
         self._tell("on_save", path)
 
     def _resume(self, folder: Path, where: bool | str | Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError
 from atomtrain.optimizers import Schedule
+from atomtrain.settings import number
 
 EPOCH = "epoch"
 _SCHEDULES = {
@@ -105,18 +106,12 @@ class TrainerArguments:
                 raise ConfigError(f"{name} must be a whole number, not {value!r}")
             if value is not None and value != EPOCH and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
-        if not 0 <= self.warmup_steps < math.inf:
-            raise ConfigError(f"warmup_steps must be at least 0, not {self.warmup_steps}")
-        if not self.epochs > 0:
-            raise ConfigError(f"epochs must be above 0, not {self.epochs}")
-        if not 0 < self.layer_lr_decay <= 1:
-            raise ConfigError(
-                f"layer_lr_decay must be above 0 and at most 1, not {self.layer_lr_decay}"
-            )
-        if not 0 <= (self.neftune_noise_alpha or 0) < math.inf:
-            raise ConfigError(
-                f"neftune_noise_alpha must be at least 0, not {self.neftune_noise_alpha}"
-            )
+        least = number(lambda value: 0 <= value < math.inf, "at least 0")
+        least("warmup_steps", self.warmup_steps)
+        least("neftune_noise_alpha", self.neftune_noise_alpha or 0)
+        number(lambda value: value > 0, "above 0")("epochs", self.epochs)
+        share = number(lambda value: 0 < value <= 1, "above 0 and at most 1")
+        share("layer_lr_decay", self.layer_lr_decay)
         if self.precision not in ("fp32", "bf16", "fp16"):
             raise ConfigError(f"precision must be fp32, bf16 or fp16, not {self.precision!r}")
 

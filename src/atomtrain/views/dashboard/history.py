@@ -42,10 +42,10 @@ class PeerHistory:
     def apply(self, event: Event) -> bool:
         """Take in one event; return whether a view shows its kind."""
         kind = event["event"]
-        if kind == "step" and _is_step(event.get("step")):
+        if kind == "step" and isinstance(step := event.get("step"), int) and step >= 0:
             # An evaluation belongs to the state after its step: it goes when that is redone.
-            self.curves["evaluation"].cut(event["step"])
-            self.curves["step"].add(event["step"], event)
+            self.curves["evaluation"].cut(step)
+            self.curves["step"].add(step, event)
         elif kind == "evaluation":
             self.curves["evaluation"].add(event.get("step"), event)
         elif kind == "round":
@@ -87,13 +87,8 @@ class PeerHistory:
         return [{"kind": kind, **body} for kind, body in found if body is not None]
 
     def bodies(self) -> list[dict[str, Any]]:
-        """Return the curves as they are."""
         found = [(kind, curves.body()) for kind, curves in self.curves.items()]
         return [{"kind": kind, **body} for kind, body in found if body is not None]
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
 
 
 MOST_POINTS = 2048
@@ -111,7 +106,6 @@ class Curves:
     """
 
     def __init__(self, fields: Sequence[str], most_points: int = MOST_POINTS) -> None:
-        """Hold nothing yet of `fields`."""
         self.every = 1
         self._most_points = most_points
         self._starts: list[int] = []
@@ -214,7 +208,6 @@ class _Column:
         self._highs: list[float] = []
 
     def open(self) -> None:
-        """Begin a bucket."""
         self.counts.append(0)
         self._sums.append(0.0)
         self._lows.append(math.inf)
@@ -231,14 +224,12 @@ class _Column:
             highs[-1] = value
 
     def join(self, other: _Column, index: int) -> None:
-        """Take a bucket of another column into the last one."""
         self.counts[-1] += other.counts[index]
         self._sums[-1] += other._sums[index]
         self._lows[-1] = min(self._lows[-1], other._lows[index])
         self._highs[-1] = max(self._highs[-1], other._highs[index])
 
     def cut(self, index: int) -> None:
-        """Drop the buckets from an index on."""
         for values in (self.counts, self._sums, self._lows, self._highs):
             del values[index:]
 

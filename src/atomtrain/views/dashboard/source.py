@@ -80,7 +80,6 @@ class FolderSource:
         self._ended: dict[str, str] = {}
 
     def poll(self) -> list[Message]:
-        """Return what is new since the last call; never waits."""
         messages = []
         newest = self._told
         for name, folder in self._peer_folders().items():
@@ -96,7 +95,6 @@ class FolderSource:
         return messages
 
     def snapshot(self) -> list[Message]:
-        """Return what a view needs to begin with."""
         messages = []
         for name, history in self.histories.items():
             messages.append(self._about(name, "events", {"events": clean(history.events())}))
@@ -266,12 +264,10 @@ class RunsSource:
         return [*self._sources.values()]
 
     def poll(self) -> list[Message]:
-        """Return what is new since the last call; never waits."""
         self._look()
         return [message for source in self.sources for message in source.poll()]
 
     def snapshot(self) -> list[Message]:
-        """Return what a view needs to begin with."""
         return [message for source in self.sources for message in source.snapshot()]
 
     def _look(self) -> None:

@@ -79,7 +79,6 @@ class Watch(App[None]):
         self._views: dict[str, PeerView] = {}
 
     def compose(self) -> ComposeResult:
-        """Lay out the view."""
         with VerticalScroll():
             yield Static(id="head", markup=False)
             with Horizontal(id="curves"):
@@ -91,14 +90,12 @@ class Watch(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to follow the files."""
         self.query_one("#peers", DataTable).add_columns(*_COLUMNS)
         self._laid_out = True
         self._follow()
         self.set_interval(_POLL_S, self._follow)
 
     def action_turn(self, by: int) -> None:
-        """Show another peer's curves."""
         self._shown += by
         self._draw()
 

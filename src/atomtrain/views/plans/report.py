@@ -66,7 +66,6 @@ class Report:
         return {name[:-2]: getattr(plan, name) / plan.step_s for name in fields}
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         found, card = self.prospect, self.setting.card
         return {
             "model": self.model,

@@ -58,11 +58,6 @@ def bounds_text(bounds: Sequence[int]) -> str:
     return f"{len(sizes)} of {layers} {'layer' if most == 1 else 'layers'}"
 
 
-def resident_names(found: Prospect) -> list[str]:
-    """Return the names of the resident blocks."""
-    return block_names(found, found.plan.resident_blocks)
-
-
 def block_names(found: Prospect, blocks: Sequence[int]) -> list[str]:
     """Return the names of blocks: layers, or weights that several layers share."""
     chain = found.analysis.chain

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console, Group
@@ -55,7 +54,6 @@ class DisplayConfig:
     """What to type in front of the address to join the run."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no display can work with."""
         if not (self.plain_interval_s >= 0 and self.refreshes_per_s > 0 and self.messages >= 1):
             raise ConfigError(
                 f"display: plain_interval_s {self.plain_interval_s} must be at least 0, "
@@ -109,15 +107,9 @@ class Display:
             self._live.start()
 
     def __enter__(self) -> Display:
-        """Return the display."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the display, also after an error, so that the terminal is left in order."""
         self.close()
 
@@ -243,14 +235,8 @@ class Display:
         return Group(header, *tables, *messages)
 
     def _header(self) -> Text:
-        started = next(
-            (
-                peer.newest("run_started")
-                for peer in self._peers.values()
-                if peer.newest("run_started")
-            ),
-            {},
-        )
+        all_started = (peer.newest("run_started") for peer in self._peers.values())
+        started = next(filter(None, all_started), {})
         parameters = text.number(started, "parameters")
         parts = [
             text.words(started, "run") and f"run {text.words(started, 'run')}",

@@ -14,7 +14,6 @@ class PeerView:
     """The newest event of each kind from one peer, and the table cells that follow from them."""
 
     def __init__(self, name: str) -> None:
-        """Show `name` as the peer's name; nothing else is known yet."""
         self.name = text.printable(name)
         self.samples: deque[Event] = deque(maxlen=KEPT_SAMPLES)
         self._newest: dict[str, Event] = {}

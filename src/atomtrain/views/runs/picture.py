@@ -129,7 +129,6 @@ def smooth(values: list[float], reach: int) -> list[float]:
 
 
 def _drop_from(step: float, steps: list[float], *others: list[float]) -> None:
-    """Remove the entries from `step` on."""
     index = bisect.bisect_left(steps, step)
     for values in (steps, *others):
         del values[index:]
@@ -209,11 +208,9 @@ class PlanView:
         return self._engine.plan.describe()
 
     def _repr_html_(self) -> str:
-        """Return the predicted step as a picture, with the plan as a table below it."""
         return image(self._repr_png_(), "The predicted step") + table(self._engine.plan.describe())
 
     def _repr_png_(self) -> bytes:
-        """Return the predicted step as a picture."""
         plan = self._engine.plan
         facts = f"predicted: {format_seconds(plan.step_s)} a step, bound by {plan.bound}"
         caption = Caption(f"Plan for {self._engine.device_name}", facts)
@@ -251,7 +248,6 @@ class History:
         return f"{len(self.losses)} steps, loss {self.losses[-1]:.4f}{held_out}"
 
     def _repr_html_(self) -> str:
-        """Return the course of the loss as a picture, with the newest figures below it."""
         png = self._repr_png_()
         shown = "" if png is None else image(png, "The course of the loss")
         return shown + table("\n".join(f"{name}   {value}" for name, value in self._rows()))

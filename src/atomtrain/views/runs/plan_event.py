@@ -68,6 +68,12 @@ def measured_of(engine: Engine) -> dict[str, float | None]:
     }
 
 
+def tell_checkpoint(path: Path, step: int, duration_s: float, events: EventLog) -> None:
+    """Tell of a checkpoint that has been written."""
+    size_bytes = sum(file.stat().st_size for file in path.iterdir())
+    events.emit("checkpoint", step=step, path=str(path), bytes=size_bytes, duration_s=duration_s)
+
+
 def _resident_bytes() -> int | None:
     """Return the memory that this process has on the host now; `None` where Linux is not."""
     try:
