@@ -27,9 +27,8 @@ from atomtrain.planning.search.batch_search import Analysis, Prospect, Workload
 from atomtrain.planning.search.search import least_budget_bytes, make_plan
 from atomtrain.training.config.optimizing import named_optimizer, precision_of
 from atomtrain.units import format_bytes, format_count
-from atomtrain.views.plans.place import compute_of
 from atomtrain.views.plans.report import Report, make_report
-from atomtrain.views.plans.subject import Subject, subject
+from atomtrain.views.plans.subject import Subject, compute_of, subject
 from atomtrain.views.plans.table import (
     block_names,
     format_duration,

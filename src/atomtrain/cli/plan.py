@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from atomtrain.cli.parsing import leaving_at_once, parse
 from atomtrain.errors import ConfigError, choices
-from atomtrain.settings import (
-    check_counts,
-    memory_of,
-    option,
-)
+from atomtrain.settings import check_counts, memory_of, option
 from atomtrain.training.config.optimizing import (
     AUTO,
     check_gradient_dtype,
@@ -24,16 +20,13 @@ from atomtrain.training.config.optimizing import (
     check_precision,
     check_precision_choice,
 )
-from atomtrain.training.config.preflight import (
-    check_gpu_name,
-    check_model_name,
-)
+from atomtrain.training.config.preflight import check_gpu_name, check_model_name
 from atomtrain.training.config.recipe import check_norm, check_spending
 
 if TYPE_CHECKING:
     from atomtrain.planning.plan.machine import Machine
     from atomtrain.planning.plan.shape import Activation
-    from atomtrain.views.plans.place import Place
+    from atomtrain.views.plans.subject import Place
 
 _ACTIVATIONS = ("recompute", "keep", "offload")
 _EXAMPLES = """\
@@ -266,7 +259,7 @@ def _place(options: PlanOptions) -> Place:
     """Return the machine that the options name: catalogue, file, or this one."""
     from atomtrain.planning.catalogue import gpu, host, machine_for
     from atomtrain.planning.plan.machine import load_machine
-    from atomtrain.views.plans.place import Place, this_place
+    from atomtrain.views.plans.subject import Place, this_place
 
     card = None if options.gpu is None else gpu(options.gpu)
     budgets = memory_of(options)

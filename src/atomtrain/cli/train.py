@@ -15,7 +15,7 @@ from typing import Any
 
 from atomtrain.cli.parsing import COMPLAINT, complain, given_options, leaving_at_once, parser_of
 from atomtrain.errors import ConfigError
-from atomtrain.metrics.targets import parse_targets, require_packages
+from atomtrain.metrics.names import parse_targets, require_packages
 from atomtrain.settings import flag_of
 from atomtrain.topology import allowed_cores
 from atomtrain.training.config.options import TrainOptions
@@ -118,9 +118,9 @@ def _run_peer(options: TrainOptions) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     with leaving_at_once():
         from atomtrain.events import EVENTS_FILE, RECIPE_FILE, EventLog
-        from atomtrain.metrics.targets import PeerLabels
+        from atomtrain.metrics.names import PeerLabels
         from atomtrain.metrics.writers import MetricsFeed
-        from atomtrain.training.config.folders import make_directory
+        from atomtrain.training.config.preflight import make_directory
         from atomtrain.training.config.recipe_files import recipe_text
         from atomtrain.training.loop import Loop
         from atomtrain.training.setup.setup import open_session
@@ -169,7 +169,7 @@ def _run_peers(options: TrainOptions) -> int:
     from atomtrain.data.weighted import parse_weighted
     from atomtrain.events import EVENTS_FILE, PICTURE_FILE
     from atomtrain.files import require_writable
-    from atomtrain.metrics.targets import for_local_peer
+    from atomtrain.metrics.names import for_local_peer
     from atomtrain.training.config.new_recipe import check_model, model_name
     from atomtrain.training.launcher import PeerCommand, launch_peers
     from atomtrain.views.runs.display import Display, DisplayConfig

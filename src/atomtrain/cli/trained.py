@@ -105,9 +105,7 @@ class ExportOptions:
         None, "Folder to make, or file with --gguf; it must not be there already.", "TARGET"
     )
     dtype: str = option(
-        "float32",
-        "float32 (exactly what was trained), bfloat16 or float16.",
-        "TYPE",
+        "float32", "float32 (exactly what was trained), bfloat16 or float16.", "TYPE"
     )
     merge: bool = option(
         False, "Of a run with --lora: the whole model with the adapters in it, not these alone."

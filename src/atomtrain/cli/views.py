@@ -42,9 +42,7 @@ class DashboardOptions:
         "path or message is sent.",
     )
     host: str = option(
-        "127.0.0.1",
-        "IP address to listen on. Beyond this machine a token is asked for.",
-        "IP",
+        "127.0.0.1", "IP address to listen on. Beyond this machine a token is asked for.", "IP"
     )
     port: int = option(8686, "TCP port to listen on; 0 is any free one.", "N")
     run_key: Path | None = option(

@@ -25,8 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from atomtrain.data.corpus import Corpus
-from atomtrain.data.split import SPLIT_VERSION, HoldOut, Part, pieces
+from atomtrain.data.corpus import SPLIT_VERSION, Corpus, HoldOut, Part, pieces
 from atomtrain.data.tokenizer import DEFAULT_VOCABULARY, Tokenizer
 from atomtrain.errors import DataError
 from atomtrain.files import replacing

@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 from atomtrain.errors import ConfigError
 from atomtrain.events import Event
-from atomtrain.metrics.names import METRICS, values_of
-from atomtrain.metrics.targets import PeerLabels, Target, require_packages
+from atomtrain.metrics.names import METRICS, PeerLabels, Target, require_packages, values_of
 
 PREFIX = "atom_"
 PATH = "/metrics"

@@ -20,7 +20,7 @@ from atomtrain.errors import DeviceMemoryError, PlanError
 from atomtrain.events import SWARM_FILE, EventLog
 from atomtrain.files import replacing
 from atomtrain.models.making import parameter_count
-from atomtrain.training.config.folders import CHECKPOINTS
+from atomtrain.training.config.preflight import CHECKPOINTS
 from atomtrain.training.setup.peering import pasted_address
 from atomtrain.training.setup.setup import Session
 from atomtrain.training.setup.sources import guards_of
@@ -186,10 +186,7 @@ class SwarmFile:
         now_s = self._clock()
         if now_s < self._due_s:
             return False
-        table = {
-            "time_s": time.time(),
-            "peers": [dataclasses.asdict(peer) for peer in peers()],
-        }
+        table = {"time_s": time.time(), "peers": [dataclasses.asdict(peer) for peer in peers()]}
         with contextlib.suppress(OSError), replacing(self._path) as temporary:
             temporary.write_text(json.dumps(table), encoding="utf-8")
         took_s = self._clock() - now_s

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomtrain.data.corpus import read_corpus
-from atomtrain.data.split import pieces
+from atomtrain.data.corpus import pieces, read_corpus
 from atomtrain.data.tokenizer import SEPARATOR, Tokenizer
 from atomtrain.errors import DataError
 

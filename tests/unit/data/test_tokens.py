@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from atomtrain.data import tokens
-from atomtrain.data.corpus import Corpus, corpus_of_texts
-from atomtrain.data.split import Part, pieces
+from atomtrain.data.corpus import Corpus, Part, corpus_of_texts, pieces
 from atomtrain.data.tokenizer import Tokenizer
 from atomtrain.data.tokens import Tokens, bits_per_byte, open_tokens, prepare
 from atomtrain.files import default_cache

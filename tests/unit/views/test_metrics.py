@@ -20,13 +20,15 @@ from atomtrain.errors import ConfigError
 from atomtrain.events import EventLog
 from atomtrain.metrics import writers
 from atomtrain.metrics import writers as feeding
-from atomtrain.metrics.names import METRICS, table, values_of
-from atomtrain.metrics.targets import (
+from atomtrain.metrics.names import (
+    METRICS,
     PeerLabels,
     Target,
     for_local_peer,
     parse_target,
     parse_targets,
+    table,
+    values_of,
 )
 from atomtrain.metrics.writers import Exposition, MetricsFeed
 from atomtrain.training.config.options import TrainOptions

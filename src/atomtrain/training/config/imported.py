@@ -48,11 +48,7 @@ _MOST_BYTES = 1 << 20
 _ADAPTERS = ("lora", "qlora")
 _PISSA_ROUNDS, _PISSA_EXACT = 16, -1
 """LLaMA-Factory's default, and its word for all singular values."""
-_OF_LORA = {
-    "lora_r": "r",
-    "lora_rank": "r",
-    "lora_alpha": "alpha",
-}
+_OF_LORA = {"lora_r": "r", "lora_rank": "r", "lora_alpha": "alpha"}
 _SAME: dict[str, type] = {
     "learning_rate": float,
     "weight_decay": float,

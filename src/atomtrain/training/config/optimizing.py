@@ -98,11 +98,7 @@ def gradient_dtype_of(name: str | None) -> Literal["float32"] | None:
 
 
 def host_bytes_per_parameter(
-    name: str,
-    precision: str = "fp32",
-    gradient_dtype: str | None = None,
-    *,
-    spent: bool = False,
+    name: str, precision: str = "fp32", gradient_dtype: str | None = None, *, spent: bool = False
 ) -> float:
     """Return the host bytes of a parameter, its gradient and its optimizer state.
 

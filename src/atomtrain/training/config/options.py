@@ -38,7 +38,7 @@ _RUNS = Path("runs")
 
 
 def _check_metrics(_: str, targets: tuple[str, ...]) -> None:
-    from atomtrain.metrics.targets import parse_targets
+    from atomtrain.metrics.names import parse_targets
 
     parse_targets(targets)
 

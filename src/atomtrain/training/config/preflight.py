@@ -1,18 +1,20 @@
 """Mistakes that can be told before anything heavy is imported: within a tenth of a second.
 
-Everything is checked again where it is used; what is let through here is told a second later.
+Everything is checked again where it is used; what is let through here is told a second later. The
+folders of runs and peers are checked, made, and taken away if nothing came of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 from atomtrain.errors import ConfigError, SwarmError, nearest
-from atomtrain.training.config.folders import FIRST_NAME, check_directory, resumed_name
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import OBJECTIVES, PREFERENCES
 
@@ -153,3 +155,62 @@ def _check_addresses(options: TrainOptions) -> None:
                 f"{address!r} is not the address of a peer; paste the whole line that a peer "
                 "prints, such as /ip4/192.168.1.5/tcp/31337/p2p/12D3Koo..."
             ) from error
+
+
+CHECKPOINTS = "checkpoints"
+"""The folder of a peer's checkpoints, in the folder of the peer."""
+FIRST_NAME = "peer-0"
+"""What a peer is called that starts a run."""
+
+
+def make_directory(directory: Path) -> None:
+    """Make the folder of a peer, if it is not there.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be made ({error.strerror}); choose another --directory"
+        ) from error
+
+
+def check_directory(directory: Path, *, resume: bool) -> None:
+    """Refuse a peer's folder that holds a run already, or, to resume, one that holds none.
+
+    Raises:
+        ConfigError: says which.
+    """
+    checkpoints = directory / CHECKPOINTS
+    if not resume and checkpoints.is_dir() and any(checkpoints.glob("step-*")):
+        raise ConfigError(
+            f"{directory} already holds a run; continue it with --run {directory.parent.name} "
+            "--resume, or choose another --run name"
+        )
+    if resume and not checkpoints.is_dir():
+        saved = _saved_peers(directory.parent)
+        fix = f"give --name {' or '.join(saved)}" if saved else "check --run and --directory"
+        raise ConfigError(f"there is no checkpoint in {checkpoints} to resume from; {fix}")
+
+
+def resumed_name(run: Path) -> str:
+    """Return whom to resume in a run's folder if nobody is named: the only one that has saved.
+
+    Who joined a run was given a name, which nobody remembers.
+    """
+    saved = _saved_peers(run)
+    return saved[0] if len(saved) == 1 else FIRST_NAME
+
+
+def _saved_peers(run: Path) -> list[str]:
+    """Return the names of a run's peers that have checkpoints on this machine."""
+    return sorted({path.parent.parent.name for path in run.glob(f"*/{CHECKPOINTS}/step-*")})
+
+
+def remove_empty(directory: Path) -> None:
+    """Remove the folder of a peer that never came to be: it holds at most a key nobody knows."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other peers of the run live there
+        directory.parent.rmdir()

@@ -74,12 +74,7 @@ class Recipe:
     sizes: Sizes
     """The model's sizes; the tokenizer has at most `vocabulary` tokens."""
     context: int = option(
-        MISSING,
-        "Tokens of a sequence.",
-        "N",
-        check=count(),
-        on_resume=FIXED,
-        least=1,
+        MISSING, "Tokens of a sequence.", "N", check=count(), on_resume=FIXED, least=1
     )
     sequences: int = option(
         MISSING,
@@ -90,12 +85,7 @@ class Recipe:
         least=1,
     )
     steps: int = option(
-        MISSING,
-        "Optimizer steps of each peer.",
-        "N",
-        check=count(),
-        on_resume=MAY_CHANGE,
-        least=0,
+        MISSING, "Optimizer steps of each peer.", "N", check=count(), on_resume=MAY_CHANGE, least=0
     )
     learning_rate: float = option(
         MISSING,
@@ -161,12 +151,7 @@ class Recipe:
         least=1,
     )
     checkpoint_every: int = option(
-        MISSING,
-        "Steps between checkpoints.",
-        "N",
-        check=count(),
-        on_resume=MAY_CHANGE,
-        least=1,
+        MISSING, "Steps between checkpoints.", "N", check=count(), on_resume=MAY_CHANGE, least=1
     )
     optimizer: str = option(
         "adamw",

@@ -45,11 +45,7 @@ _log = logging.getLogger("atomtrain.training")
 
 
 def check_model(
-    engine: Engine,
-    recipe: Recipe,
-    options: TrainOptions,
-    objective: Objective,
-    example: MicroBatch,
+    engine: Engine, recipe: Recipe, options: TrainOptions, objective: Objective, example: MicroBatch
 ) -> None:
     """Compare the layers' loss and gradients with the model's own, if that is wanted.
 

@@ -21,7 +21,7 @@ from atomtrain.errors import ConfigError
 from atomtrain.files import replacing
 from atomtrain.models.lora_config import NOTHING
 from atomtrain.progress import Progress
-from atomtrain.training.config.folders import make_directory
+from atomtrain.training.config.preflight import make_directory
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.objective import rows_heard
 from atomtrain.training.setup.objectives import DirectPreference

@@ -33,15 +33,15 @@ from atomtrain.progress import Progress
 from atomtrain.settings import chosen
 from atomtrain.swarm.packages import INSTALL, missing_packages
 from atomtrain.topology import allowed_cores
-from atomtrain.training.config.folders import (
+from atomtrain.training.config.new_recipe import make_optimizer, model_name
+from atomtrain.training.config.optimizing import precision_of
+from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.preflight import (
     FIRST_NAME,
     check_directory,
     make_directory,
     resumed_name,
 )
-from atomtrain.training.config.new_recipe import make_optimizer, model_name
-from atomtrain.training.config.optimizing import precision_of
-from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe, check_spending
 from atomtrain.training.setup.budgets import (
     Fit,
@@ -51,11 +51,7 @@ from atomtrain.training.setup.budgets import (
     example_of,
     find_fit,
 )
-from atomtrain.training.setup.gradients import (
-    GradientCollector,
-    GradientFragments,
-    step_of,
-)
+from atomtrain.training.setup.gradients import GradientCollector, GradientFragments, step_of
 from atomtrain.training.setup.model_check import check_model, check_separation
 from atomtrain.training.setup.objective import MicroBatch, Objective
 from atomtrain.training.setup.objectives import DirectPreference, objective_of

@@ -20,9 +20,9 @@ from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
 from atomtrain.progress import Progress
 from atomtrain.settings import MOST_COUNT
 from atomtrain.swarm.packages import missing_packages, require_swarm
-from atomtrain.training.config.folders import CHECKPOINTS, make_directory, remove_empty
 from atomtrain.training.config.new_recipe import amended, new_recipe
 from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.preflight import CHECKPOINTS, make_directory, remove_empty
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.loading import Weights
 from atomtrain.training.setup.peering import check_rules, knows_peers, swarm_config

@@ -8,22 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 from atomtrain.data.chat import ChatTemplate, Encoder
-from atomtrain.data.corpus import Corpus, corpus_of_texts, read_corpus
+from atomtrain.data.corpus import Corpus, HoldOut, corpus_of_texts, read_corpus
 from atomtrain.data.dialogues import NoAnswerError, Plain, is_pair, understand, understand_judged
 from atomtrain.data.examples import Examples
 from atomtrain.data.labels import labels_in, understand_labelled
-from atomtrain.data.material import (
-    Draws,
-    ExampleMaterial,
-    Material,
-    PairMaterial,
-    TextMaterial,
-)
+from atomtrain.data.material import Draws, ExampleMaterial, Material, PairMaterial, TextMaterial
 from atomtrain.data.mixture import Mixture
 from atomtrain.data.picture_chat import PictureEncoder
 from atomtrain.data.rows import SUFFIXES, Row, has_rows, read_rows
 from atomtrain.data.sampler import Batch, joined
-from atomtrain.data.split import HoldOut
 from atomtrain.data.tokenizer import Tokenizer
 from atomtrain.data.tokens import cached_tokenizer, open_tokens
 from atomtrain.data.weighted import parse_weighted

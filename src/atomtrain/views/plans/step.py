@@ -130,21 +130,12 @@ def _beside(
     offset_points: tuple[int, int],
 ) -> None:
     panel.annotate(
-        text,
-        place,
-        xycoords=system,
-        xytext=offset_points,
-        textcoords="offset points",
-        color="0.3",
+        text, place, xycoords=system, xytext=offset_points, textcoords="offset points", color="0.3"
     )
 
 
 def _label_row(
-    panel: Axes,
-    row: int,
-    spans: Sequence[Span],
-    bars: Sequence[tuple[float, float]],
-    length: float,
+    panel: Axes, row: int, spans: Sequence[Span], bars: Sequence[tuple[float, float]], length: float
 ) -> bool:
     """Write the layers into the bars that are wide enough; return whether there are any."""
     points = 72 * _PANEL_SHARE * _SIZE_INCHES[0] / length

@@ -44,10 +44,7 @@ def tell_prediction(engine: Engine, times: StepTimes, events: EventLog) -> None:
     if is_off(predicted_s, measured_s) and engine.planner.options.profile:
         doubted = doubt_profile(engine.device)
     events.emit(
-        "prediction",
-        predicted_step_s=predicted_s,
-        step_s=measured_s,
-        profiles_anew=doubted,
+        "prediction", predicted_step_s=predicted_s, step_s=measured_s, profiles_anew=doubted
     )
 
 
