@@ -14,7 +14,7 @@ from atomtrain.cli.parsing import leaving_at_once, parse, shown
 from atomtrain.errors import ConfigError, SwarmError, nearest
 from atomtrain.settings import option
 from atomtrain.swarm.packages import require_swarm
-from atomtrain.units import format_bytes, format_count, format_seconds
+from atomtrain.units import counted, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from atomtrain.swarm import SwarmConfig
@@ -215,12 +215,10 @@ def _table(status: dict[str, Any]) -> str:
     low, high = (min(versions), max(versions)) if versions else (None, None)
     span = "no versions" if low is None else f"version {low}"
     span = span if low == high else f"versions {low} to {high}"
-    fragments = status["fragments"]
     lines = [
-        f"run {status['run']}: {len(peers)} peer{'s' * (len(peers) != 1)}, "
-        f"{format_count(speed)} tokens/s; "
-        f"{format_count(status['parameters'])} parameters in {fragments} "
-        f"fragment{'s' * (fragments != 1)}, {span}; next round {status['next_round']}",
+        f"run {status['run']}: {counted(len(peers), 'peer')}, {format_count(speed)} tokens/s; "
+        f"{format_count(status['parameters'])} parameters in "
+        f"{counted(status['fragments'], 'fragment')}, {span}; next round {status['next_round']}",
         f"{'peer':<20} {'state':<9} {'steps':>7} {'tokens':>8} {'tokens/s':>9} {'step':>8} "
         f"{'behind':>6} {'link free':>11} {'reached':>8}  address",
     ]

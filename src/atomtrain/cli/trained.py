@@ -20,7 +20,7 @@ from atomtrain.settings import (
     one_of,
     option,
 )
-from atomtrain.units import format_bytes, parse_bytes
+from atomtrain.units import counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from atomtrain.checkpoint import Checkpoint
@@ -174,10 +174,8 @@ def _export(options: ExportOptions, checkpoint: Checkpoint) -> None:
         return
     shard_bytes = parse_bytes(options.shard_size, "--shard-size")
     done = export(checkpoint, options.target, options.dtype, shard_bytes, merge=options.merge)
-    files = f"{done.files} file{'s' if done.files > 1 else ''}"
-    sys.stdout.write(
-        f"{done.folder}: {done.tensors} tensors, {format_bytes(done.size_bytes)} in {files}\n"
-    )
+    size, files = format_bytes(done.size_bytes), counted(done.files, "file")
+    sys.stdout.write(f"{done.folder}: {done.tensors} tensors, {size} in {files}\n")
 
 
 def _tell_export(options: ExportOptions, checkpoint: Checkpoint) -> None:
@@ -194,8 +192,7 @@ def _tell_export(options: ExportOptions, checkpoint: Checkpoint) -> None:
         sys.stdout.write(f"  {file.name}  {format_bytes(file.size_bytes)}\n")
     total = format_bytes(sum(file.size_bytes for file in files))
     sys.stdout.write(
-        f"{len(files)} file{'s' if len(files) > 1 else ''}, about {total}; "
-        "nothing was written or uploaded\n"
+        f"{counted(len(files), 'file')}, about {total}; nothing was written or uploaded\n"
     )
 
 
@@ -303,8 +300,7 @@ def run_generate(arguments: Sequence[str]) -> int:
     for prompt, tokens in zip(prompts, found.tokens, strict=True):
         sys.stdout.write(f"{prompt}{tokenizer.decode(tokens)}\n")
     how = "resident" if found.resident else "streamed"
-    number = sum(map(len, found.tokens))
-    tokens_text = "1 token" if number == 1 else f"{number} tokens"
+    tokens_text = counted(sum(map(len, found.tokens)), "token")
     sys.stderr.write(
         f"{tokens_text}, {found.tokens_per_s:.1f} tokens/s, {how} on {device.name}, {precision}\n"
     )

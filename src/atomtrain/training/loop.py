@@ -94,8 +94,7 @@ class Loop:
                 self._evaluate(_GLANCE_SEQUENCES)  # where it starts from
             while session.step < recipe.steps and not self._stop:
                 before = session.step
-                micro_batches = self._batch()
-                loss = self._train_or_save(micro_batches)
+                loss = self._train_or_save(self._batch())
                 rounds = self._average()
                 if session.step == before:
                     continue  # gradients are still being gathered

@@ -29,8 +29,6 @@ from atomtrain.views.plans.step import Account, write_trace
 from atomtrain.views.runs.plan_event import tell_checkpoint, tell_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from atomtrain.swarm import RoundReport, Swarm
     from atomtrain.swarm.membership.records import PeerStatus
 

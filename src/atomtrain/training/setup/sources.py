@@ -62,19 +62,17 @@ def find_source(options: TrainOptions, run: str, name: str, directory: Path) -> 
         except BaseException:
             swarm.leave()
             raise
-    source = _new(options, new_recipe(options))
+    recipe = new_recipe(options)
+    if isinstance(recipe.sizes, HuggingFaceConfig):
+        source = _from_folder(options, recipe)
+    else:
+        source = Source(recipe, _text(options.data, options.validation, recipe, None))
     if options.epochs is None:
         return source
     steps = _steps_of(options.epochs, source, name)
     recipe = new_recipe(dataclasses.replace(options, epochs=None, steps=steps))
     recipe = dataclasses.replace(recipe, sizes=source.recipe.sizes)  # with labels
     return dataclasses.replace(source, recipe=recipe)
-
-
-def _new(options: TrainOptions, recipe: Recipe) -> Source:
-    if isinstance(recipe.sizes, HuggingFaceConfig):
-        return _from_folder(options, recipe)
-    return Source(recipe, _text(options.data, options.validation, recipe, None))
 
 
 def _steps_of(epochs: float, source: Source, name: str) -> int:

@@ -12,8 +12,14 @@ from atomtrain.data.corpus import Corpus, HoldOut, corpus_of_texts, read_corpus
 from atomtrain.data.dialogues import NoAnswerError, Plain, is_pair, understand, understand_judged
 from atomtrain.data.examples import Examples
 from atomtrain.data.labels import labels_in, understand_labelled
-from atomtrain.data.material import Draws, ExampleMaterial, Material, PairMaterial, TextMaterial
-from atomtrain.data.mixture import Mixture
+from atomtrain.data.material import (
+    Draws,
+    ExampleMaterial,
+    Material,
+    Mixture,
+    PairMaterial,
+    TextMaterial,
+)
 from atomtrain.data.picture_chat import PictureEncoder
 from atomtrain.data.rows import SUFFIXES, Row, has_rows, read_rows
 from atomtrain.data.sampler import Batch, joined

@@ -235,9 +235,8 @@ def bars(spans: Sequence[Sequence[object]], width: int) -> list[Bar]:
         for _, label, start_s, stop_s in sorted(s for s in kept if s[0] == name):
             mark = PHASE_MARKS.get(label.partition(" ")[0], _OTHER_MARK)
             at = min(width - 1, int(scale * (start_s - zero_s)))
-            cells[at : max(at + 1, round(scale * (stop_s - zero_s)))] = [mark] * (
-                max(at + 1, round(scale * (stop_s - zero_s))) - at
-            )
+            end = max(at + 1, round(scale * (stop_s - zero_s)))
+            cells[at:end] = [mark] * (end - at)
         for _, _, start_s, stop_s in sorted((s for s in kept if s[0] == name), key=lambda s: s[2]):
             busy_s += max(0.0, stop_s - max(start_s, reached_s))
             reached_s = max(reached_s, stop_s)

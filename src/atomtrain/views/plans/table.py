@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from atomtrain.planning.plan.plan import Plan, disk_text, saved_text
 from atomtrain.planning.search.batch_search import Prospect
-from atomtrain.units import format_bytes, format_count, format_seconds
+from atomtrain.units import counted, format_bytes, format_count, format_seconds
 from atomtrain.views.plans.report import Report
 from atomtrain.views.plans.step import Caption
 
@@ -120,8 +120,6 @@ def _memory(report: Report) -> list[tuple[str, str]]:
 
 def _schedule(report: Report) -> list[tuple[str, str]]:
     plan, found = report.prospect.plan, report.prospect
-    sequences = "sequence" if found.micro_batch == 1 else "sequences"
-    batches = "micro-batch" if plan.micro_batches == 1 else "micro-batches"
     forward = ""
     if len(plan.forward_bounds) > 1:
         forward = f"; forward {bounds_text(plan.forward_bounds)}, then the turn"
@@ -146,8 +144,8 @@ def _schedule(report: Report) -> list[tuple[str, str]]:
     rows.append(
         (
             "step",
-            f"{found.tokens_per_step:,} tokens: {plan.micro_batches} {batches} of "
-            f"{found.micro_batch} {sequences}"
+            f"{found.tokens_per_step:,} tokens: {counted(plan.micro_batches, 'micro-batch', 'es')} "
+            f"of {counted(found.micro_batch, 'sequence')}"
             f"{'' if found.devices == 1 else f' on each of {found.devices} devices'}",
         )
     )
@@ -156,10 +154,10 @@ def _schedule(report: Report) -> list[tuple[str, str]]:
 
 def _slots(plan: Plan) -> str:
     where = "on the device" if plan.boundary == "device" else "on the host"
-    buffers = "buffer" if plan.gradient_buffers == 1 else "buffers"
+    buffers = counted(plan.gradient_buffers, "gradient buffer")
     return (
-        f"{plan.slots} of {format_bytes(plan.slot_bytes)}, {plan.gradient_buffers} gradient "
-        f"{buffers} of {format_bytes(plan.gradient_bytes)}; values between segments wait {where}"
+        f"{plan.slots} of {format_bytes(plan.slot_bytes)}, {buffers} of "
+        f"{format_bytes(plan.gradient_bytes)}; values between segments wait {where}"
     )
 
 

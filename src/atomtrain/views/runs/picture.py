@@ -214,10 +214,7 @@ class PlanView:
         plan = self._engine.plan
         facts = f"predicted: {format_seconds(plan.step_s)} a step, bound by {plan.bound}"
         caption = Caption(f"Plan for {self._engine.device_name}", facts)
-        figure = step_figure(self._engine.predicted_spans(), caption)
-        target = io.BytesIO()
-        figure.savefig(target, format="png", dpi=_DPI)
-        return target.getvalue()
+        return _png(step_figure(self._engine.predicted_spans(), caption))
 
 
 class History:
@@ -265,15 +262,19 @@ class History:
         if self.evaluations:
             panel.plot(*zip(*self.evaluations, strict=True), "o-", color="0.2", label="held-out")
             panel.legend(frameon=False, loc="upper right")
-        target = io.BytesIO()
-        figure.savefig(target, format="png", dpi=_DPI)
-        return target.getvalue()
+        return _png(figure)
 
     def _rows(self) -> list[tuple[str, str]]:
         rows = [("steps", str(len(self.losses)))]
         rows += [("loss", f"{self.losses[-1]:.4f}")] if self.losses else []
         rows += [("held-out", f"{self.evaluations[-1][1]:.4f}")] if self.evaluations else []
         return rows
+
+
+def _png(figure: Figure) -> bytes:
+    target = io.BytesIO()
+    figure.savefig(target, format="png", dpi=_DPI)
+    return target.getvalue()
 
 
 def image(png: bytes, said: str) -> str:
