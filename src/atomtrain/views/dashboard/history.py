@@ -149,7 +149,8 @@ class Curves:
         for column in self._columns.values():
             column.cut(index)
         self._last_x = start - 1
-        self._change(start)
+        before = self._changed_from
+        self._changed_from = start if before is None else min(before, start)
 
     def points(self, field: str) -> list[tuple[float, float]]:
         """Return x and mean of a figure, without gaps."""
@@ -176,10 +177,6 @@ class Curves:
             if any(column.counts)
         }
         return {"from": start, "every": self.every, "x": self._starts[index:], "fields": fields}
-
-    def _change(self, start: int) -> None:
-        before = self._changed_from
-        self._changed_from = start if before is None else min(before, start)
 
     def _halve(self) -> None:
         """Join neighbours."""

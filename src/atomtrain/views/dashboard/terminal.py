@@ -19,7 +19,7 @@ from atomtrain.events import Event
 from atomtrain.units import format_count, format_seconds
 from atomtrain.views.dashboard.source import FolderSource
 from atomtrain.views.runs import event_text
-from atomtrain.views.runs.peer_view import PeerView
+from atomtrain.views.runs.display import PeerView
 
 _POLL_S = 0.5
 _CURVE_LINES = 8

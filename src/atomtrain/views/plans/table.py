@@ -164,6 +164,7 @@ def _slots(plan: Plan) -> str:
 def _speed(report: Report) -> list[tuple[str, str]]:
     plan, found = report.prospect.plan, report.prospect
     whose = "device's" if found.devices == 1 else "devices'"
+    scale, unit = (1e12, "TFLOP/s") if report.peak_flops_per_s >= 1e12 else (1e9, "GFLOP/s")
     rows = [
         (
             "speed",
@@ -172,15 +173,12 @@ def _speed(report: Report) -> list[tuple[str, str]]:
         ),
         (
             "useful",
-            f"{100 * report.peak_share:.0f}% of the {whose} {_flops(report.peak_flops_per_s)}",
+            f"{100 * report.peak_share:.0f}% of the {whose} "
+            f"{report.peak_flops_per_s / scale:.3g} {unit}",
         ),
     ]
     shares = ", ".join(f"{name} {100 * share:.1f}%" for name, share in report.busy_shares.items())
     return [*rows, ("bound by", plan.bound), ("busy", shares)]
-
-
-def _flops(rate: float) -> str:
-    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
 
 
 def _advice(report: Report) -> list[str]:
