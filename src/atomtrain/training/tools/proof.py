@@ -28,9 +28,9 @@ _RATE = 1e-3
 MicroBatch = Mapping[str, Tensor]
 
 
-_CONFIG = GPTConfig(layers=8, width=256, heads=4, head_width=64, vocabulary=4096, context=128)
+CONFIG = GPTConfig(layers=8, width=256, heads=4, head_width=64, vocabulary=4096, context=128)
 """Of the model: small enough for a minute on two cores."""
-_MICRO_BATCHES = 4
+MICRO_BATCHES = 4
 """Of each step, one sequence each."""
 
 
@@ -84,7 +84,7 @@ def prove(steps: int, device: str = "auto", device_memory: str | int | None = No
     engine = swap(
         swapped, data[0][0], optimizer=_optimizer, device=device, device_memory=budget,
         options=Options(
-            micro_batches=_MICRO_BATCHES, clip_norm=None, deterministic=True
+            micro_batches=MICRO_BATCHES, clip_norm=None, deterministic=True
         ),
     )  # fmt: skip
     with engine:  # ordinary training, too, is to find the kernels that it chooses
@@ -121,15 +121,15 @@ def _model() -> GPT:
     ordinary loop by turns: sums in another order are rounded differently.
     """
     torch.manual_seed(0)
-    model = GPT(_CONFIG)
+    model = GPT(CONFIG)
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     return model
 
 
 def _data(steps: int) -> list[list[MicroBatch]]:
     generator = torch.Generator().manual_seed(0)
-    shape = (steps, _MICRO_BATCHES, 1, _CONFIG.context + 1)
-    tokens = torch.randint(_CONFIG.vocabulary, shape, generator=generator)
+    shape = (steps, MICRO_BATCHES, 1, CONFIG.context + 1)
+    tokens = torch.randint(CONFIG.vocabulary, shape, generator=generator)
     return [[{"input_ids": one[:, :-1], "labels": one[:, 1:]} for one in step] for step in tokens]
 
 
