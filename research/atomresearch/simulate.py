@@ -84,7 +84,7 @@ def _place(options: SimulateOptions) -> tuple[Machine, Compute, MeasureUpdates |
     """Return a peer's machine, how fast it computes, and what measures its optimizer."""
     from atomtrain.planning.catalogue import gpu, host, machine_for
     from atomtrain.planning.plan.machine import load_machine
-    from atomtrain.views.plans.place import compute_of, this_place
+    from atomtrain.views.plans.subject import compute_of, this_place
 
     budgets = memory_of(options)
     if options.here:

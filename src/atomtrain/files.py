@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from atomtrain.errors import ConfigError
+
 SMALL_BYTES = 16 << 20
 _BLOBS = "blobs"
 """Where the cache of Hugging Face keeps what `snapshots/REVISION` links to."""
@@ -29,6 +31,40 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_named(path: Path) -> Iterator[Path]:
+    """Do the same for a file that a user has named.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        with replacing(path) as temporary:
+            yield temporary
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path} ({error.strerror}); choose a file in a folder that you may "
+            "write to"
+        ) from error
+
+
+def require_writable(path: Path | None, flag: str) -> None:
+    """Refuse a path that could not be written later, before anything is computed.
+
+    Raises:
+        ConfigError: it is a folder, or its folder is missing or may not be written to.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path} is a folder; give the name of a file in it")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no folder {folder}; make it, or choose another")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{flag} {path}: {folder} may not be written to; choose another folder")
 
 
 def read_small(file: Path, most_bytes: int = SMALL_BYTES) -> str:
@@ -52,6 +88,12 @@ def read_small(file: Path, most_bytes: int = SMALL_BYTES) -> str:
     if len(content) > most_bytes:
         raise ValueError(f"it is larger than {most_bytes >> 20} MiB")
     return content.decode("utf-8")
+
+
+def existing(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that is there."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def default_cache() -> Path:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 from atomtrain.units import format_bytes, format_count, format_seconds
@@ -73,13 +72,7 @@ class Progress:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End, whatever has happened."""
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def end(self) -> None:

@@ -54,7 +54,6 @@ def asked(owner: type[Any], name: str, default: Any = None) -> Any:
 
 
 def declared(owner: type[Any], name: str) -> dataclasses.Field[Any]:
-    """Return the declaration of one setting."""
     return next(field for field in dataclasses.fields(owner) if field.name == name)
 
 
@@ -101,6 +100,16 @@ def count(least: int = 1, most: int = MOST_COUNT) -> Check:
         if not least <= value <= most:
             limit = f"at least {least}" if value < least else f"at most {most}"
             raise ConfigError(f"{flag} must be {limit}, not {value}")
+
+    return check
+
+
+def number(fits: Callable[[float], bool], said: str, form: str = "") -> Check:
+    """Return what refuses numbers that do not fit; `said` says which do, `form` writes one."""
+
+    def check(flag: str, value: float) -> None:
+        if not fits(value):
+            raise ConfigError(f"{flag} must be {said}, not {value:{form}}")
 
     return check
 
@@ -158,7 +167,6 @@ def check_text(flag: str, text: str) -> None:
 
 
 def check_port(flag: str, port: int) -> None:
-    """Refuse what is no TCP port."""
     if not 0 <= port < 65536:
         raise ConfigError(f"{flag} must be 0 to 65535, not {port}")
 

@@ -19,7 +19,6 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def allowed_cores() -> frozenset[int]:
-    """Return the logical cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
@@ -49,7 +48,6 @@ def machine() -> dict[str, str | int]:
 
 
 def memory_bytes() -> int:
-    """Return the bytes of physical memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

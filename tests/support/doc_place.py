@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from atombench import forks
-from atomtrain.views.runs.files import EventTail
+from atomtrain.events import EventTail
 from tests.support.doc_commands import ROOT, blocks
 from tests.support.hugging_face_models import SENTENCE, UNTIED, write_model
 from tests.support.image_models import write_chats, write_llava

@@ -11,7 +11,7 @@ import torch
 
 from atomtrain.checkpoint import open_checkpoint
 from atomtrain.cli.main import main
-from atomtrain.data import Tokenizer
+from atomtrain.data.tokenizer import Tokenizer
 
 VOCABULARY = 300
 LLAMA: dict[str, Any] = {

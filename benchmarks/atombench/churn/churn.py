@@ -61,7 +61,7 @@ from atombench.common import (
     requests_noted,
     terminable,
 )
-from atomtrain.data import read_corpus
+from atomtrain.data.corpus import read_corpus
 from atomtrain.errors import ConfigError, DataError, SwarmError
 
 _RUN = "churn"

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from atomtrain.events import Event
-from atomtrain.views.runs.files import EventTail
+from atomtrain.events import Event, EventTail
 
 _MARK = "ATOM_CHURN_MARK"
 _STUB = """

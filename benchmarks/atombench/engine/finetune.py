@@ -28,9 +28,11 @@ import torch
 
 from atombench.common import BenchmarkOptions, Result, description, progress
 from atomtrain.checkpoint import open_checkpoint
-from atomtrain.data import default_cache, prepare, read_corpus
+from atomtrain.data.corpus import read_corpus
+from atomtrain.data.tokens import prepare
 from atomtrain.errors import ConfigError, DataError
-from atomtrain.events import read_events
+from atomtrain.events import EVENTS_FILE, read_events
+from atomtrain.files import default_cache
 from atomtrain.models.hugging_face import (
     CONFIG_FILE,
     HuggingFaceConfig,
@@ -39,7 +41,6 @@ from atomtrain.models.hugging_face import (
 )
 from atomtrain.training.setup.state import PARAMETER, SWARM_SHARD
 from atomtrain.units import parse_bytes
-from atomtrain.views.runs.files import EVENTS_FILE
 
 _COMMAND_S = 3600.0
 _PROMPT, _TOKENS = "In the beginning", 8

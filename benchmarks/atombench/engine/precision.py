@@ -26,20 +26,15 @@ from torch import Tensor
 
 from atombench.common import BenchmarkOptions, Result, description, progress, require_positive
 from atombench.engine.apart import EXACT_MEMORY, measured_apart, memory_bytes
-from atomtrain.data import (
-    Prepared,
-    Sampler,
-    SamplerConfig,
-    default_cache,
-    held_out_batches,
-    prepare,
-    read_corpus,
-)
+from atomtrain.data.corpus import read_corpus
+from atomtrain.data.sampler import Sampler, SamplerConfig, held_out_batches
+from atomtrain.data.tokens import Prepared, prepare
 from atomtrain.engine.api import swap
 from atomtrain.engine.devices.host_memory import give_back
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError
+from atomtrain.files import default_cache
 from atomtrain.models import GPT, GPTConfig, make_model
 from atomtrain.training.config.new_recipe import make_optimizer, new_recipe
 from atomtrain.training.config.optimizing import host_bytes_per_parameter

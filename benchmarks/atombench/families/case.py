@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import atomtrain
 from atombench.common import Result
 from atombench.families.small import MOST_PARAMETERS, VOCABULARY, small_config
-from atomtrain.data import Batch
+from atomtrain.data.sampler import Batch
 from atomtrain.engine.execution.randomness import micro_batch_seeds
 from atomtrain.errors import AtomError, DeviceMemoryError, PlanError
 from atomtrain.models.hugging_face import build, read_config

@@ -21,7 +21,7 @@ from atomtrain.swarm.membership.records import TRAINING
 from atomtrain.swarm.membership.rules import MEASURED
 from atomtrain.swarm.rounds.leader_io import exchange_bytes
 from atomtrain.swarm.transport.libp2p import import_hivemind
-from atomtrain.training.together.peering import EngineFragments, most_fragments
+from atomtrain.training.setup.peering import EngineFragments, most_fragments
 
 _LEAVE_S = 3.0
 _LOOK_S = 0.1

@@ -27,14 +27,13 @@ from atomtrain.planning.search.batch_search import Analysis, Prospect, Workload
 from atomtrain.planning.search.search import least_budget_bytes, make_plan
 from atomtrain.training.config.optimizing import named_optimizer, precision_of
 from atomtrain.units import format_bytes, format_count
-from atomtrain.views.plans.place import compute_of
 from atomtrain.views.plans.report import Report, make_report
-from atomtrain.views.plans.subject import Subject, subject
+from atomtrain.views.plans.subject import Subject, compute_of, subject
 from atomtrain.views.plans.table import (
+    block_names,
     format_duration,
     format_tokens_per_s,
     host_names,
-    resident_names,
 )
 
 CARDS = ("gtx-1080-ti", "rtx-3090", "rtx-4090", "h100")
@@ -161,7 +160,7 @@ def treatment_table() -> str:
                 format_bytes(plan.device_peak_bytes),
                 f"{plan.slots} x {format_bytes(plan.slot_bytes)}",
                 ", ".join(host_names(found)) or "-",
-                ", ".join(resident_names(found)) or "-",
+                ", ".join(block_names(found, found.plan.resident_blocks)) or "-",
                 format_bytes(loaded_bytes(found)),
                 format_duration(plan.step_s),
                 format_tokens_per_s(found.tokens_per_s),

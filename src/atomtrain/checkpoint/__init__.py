@@ -7,8 +7,7 @@ whatever kills the writer, a loadable checkpoint is left.
 
 from __future__ import annotations
 
-from atomtrain.checkpoint.manifest import FORMAT_VERSION
-from atomtrain.checkpoint.reader import Checkpoint, load_latest, open_checkpoint
+from atomtrain.checkpoint.reader import FORMAT_VERSION, Checkpoint, load_latest, open_checkpoint
 from atomtrain.checkpoint.writer import save
 
 __all__ = ["FORMAT_VERSION", "Checkpoint", "load_latest", "open_checkpoint", "save"]

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from atomtrain.checkpoint.manifest import (
+from atomtrain.checkpoint.reader import (
     MANIFEST_FILE,
     FileEntry,
     Manifest,

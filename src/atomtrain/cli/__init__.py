@@ -1,1 +1,1 @@
-"""One thin module per command."""
+"""Thin modules of one command each, or of a few that belong together."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
-from atomtrain.cli.main import COMMANDS, command_module, is_installed
+from atomtrain.cli.main import COMMANDS, command_module, command_of, is_installed
 from atomtrain.cli.parsing import Parser, parse
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.settings import option
@@ -53,8 +53,6 @@ _WORDS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionOptions:
-    """What a user can say to `atom completion`."""
-
     shell: str = option(None, f"One of {', '.join(SHELLS)}.", "SHELL")
 
     def __post_init__(self) -> None:
@@ -66,7 +64,6 @@ class CompletionOptions:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code."""
     options = parse(
         CompletionOptions,
         arguments,
@@ -177,9 +174,8 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _parser_of(words: Sequence[str]) -> argparse.ArgumentParser:
-    module = command_module(words[0])
     try:
-        module.run(list(words[1:]))
+        command_of(words[0])(list(words[1:]))
     except _Captured as captured:
         return captured.parser
     raise AssertionError(f"atom {' '.join(words)} has no parser")

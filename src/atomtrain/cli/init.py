@@ -43,8 +43,6 @@ Ask = Callable[[str, str, Check], str]
 
 @dataclass(frozen=True, kw_only=True)
 class InitOptions:
-    """What a user can say to `atom init`."""
-
     source: str | None = option(
         None,
         "Recipe to start from: the name of a ready one, or a file. Default: asked for, or "
@@ -66,7 +64,6 @@ class Facts(NamedTuple):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code."""
     options = parse(
         InitOptions,
         arguments,
@@ -96,7 +93,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def machine_facts() -> Facts:
-    """Look at the machine."""
     import torch
 
     from atomtrain.engine.calibration.machines import host_memory_bytes

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import ModuleType
 
@@ -40,8 +40,14 @@ COMMANDS = {
 }
 _PACKAGES = {"bench": "atombench", "simulate": "atomresearch"}
 """Commands that are of a package of their own."""
-_MODULES = {"import": "importing"}
-"""Commands whose name no module can have."""
+_MODULES = {
+    **dict.fromkeys(("data", "import", "schema"), "inputs"),
+    **dict.fromkeys(("evaluate", "export", "generate"), "trained"),
+    **dict.fromkeys(("doctor", "prove", "report"), "machine"),
+    **dict.fromkeys(("dashboard", "watch"), "views"),
+    **dict.fromkeys(("swarm", "identity"), "swarm"),
+}
+"""Modules that have several commands, each as a function `run_NAME`; of others it is `run`."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FROM_THE_LEFT = "\r\x1b[K"
@@ -100,7 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether the package of a command is installed."""
     package = _PACKAGES.get(name)
     return package is None or importlib.util.find_spec(package) is not None
 
@@ -118,6 +123,13 @@ def command_module(name: str) -> ModuleType:
             "project, run 'pip install -e research -e benchmarks'"
         )
     return importlib.import_module(f"{package}.{_MODULES.get(name, name)}")
+
+
+def command_of(name: str) -> Callable[[list[str]], int]:
+    """Return what runs a command, imported now; raises as `command_module`."""
+    module = command_module(name)
+    run: Callable[[list[str]], int] = getattr(module, f"run_{name}" if name in _MODULES else "run")
+    return run
 
 
 def _hint(error: OSError) -> str:
@@ -148,10 +160,9 @@ def _run(arguments: list[str]) -> int:
             f"there is no command {name!r}.{nearest(name, COMMANDS)} "
             f"Commands: {', '.join(COMMANDS)}"
         )
-    module = command_module(name)
+    run = command_of(name)
     with listening(progress_line) if sys.stderr.isatty() else nullcontext():
-        code: int = module.run(arguments[1:])
-    return code
+        return run(arguments[1:])
 
 
 def progress_line(line: str) -> None:

@@ -80,12 +80,7 @@ def parse(
 
 
 def parser_of(
-    kind: type[Any],
-    *,
-    prog: str,
-    about: str,
-    examples: str,
-    positional: Sequence[str] = (),
+    kind: type[Any], *, prog: str, about: str, examples: str, positional: Sequence[str] = ()
 ) -> Parser:
     """Return the parser of a command line; `parse` says what the arguments are."""
     parser = Parser(

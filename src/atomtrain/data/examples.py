@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atomtrain.data.chat import Example
+from atomtrain.data.corpus import HELD_OUT_EVERY, HELD_OUT_INDEX, HoldOut
 from atomtrain.data.sampler import Batch, SamplerConfig, shuffled
-from atomtrain.data.split import HoldOut
 from atomtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """A label that does not count."""
-HELD_OUT_EVERY = 20
-_HELD_OUT_INDEX = HELD_OUT_EVERY // 2
 _LEAST = 2
 
 
@@ -94,7 +92,7 @@ class Examples:
         count = tokens = answers = longest = 0
         for example in examples:
             held_out = hold_out == "all" or (
-                hold_out == "some" and count // together % HELD_OUT_EVERY == _HELD_OUT_INDEX
+                hold_out == "some" and count // together % HELD_OUT_EVERY == HELD_OUT_INDEX
             )
             parts[held_out].append(example)
             kinds[example.kind] += 1

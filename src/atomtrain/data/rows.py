@@ -25,7 +25,7 @@ _READ_CHARACTERS = 1 << 20
 _JSON_BLANKS = " \t\r\n"
 _COMPANIONS = ("readme", "license", "dataset_info", "metadata")
 """Beginnings of the names of files that lie beside rows and are none."""
-_GLOB_SIGNS = frozenset("*?[")
+GLOB_SIGNS = frozenset("*?[")
 _BEGINNING_BYTES = 4096
 _BLANKS = b" \t\r\n\xef\xbb\xbf"
 """White space, and the mark with which some programs begin UTF-8."""
@@ -86,7 +86,7 @@ def _files(spec: str) -> list[Path]:
     found: list[Path] = []
     for part in spec.split(","):
         path = Path(part.strip()).expanduser()
-        if _GLOB_SIGNS.intersection(part) and not path.exists():
+        if GLOB_SIGNS.intersection(part) and not path.exists():
             found += sorted(Path(name) for name in glob.glob(str(path), recursive=True))
         elif path.is_dir():
             found += _inside(path)
@@ -95,14 +95,17 @@ def _files(spec: str) -> list[Path]:
     return found
 
 
+def visible_files(folder: Path) -> Iterator[Path]:
+    """Yield all files of a folder, also in subfolders, none hidden, in no order."""
+    for file in folder.rglob("*"):
+        hidden = any(name.startswith(".") for name in file.relative_to(folder).parts)
+        if file.is_file() and not hidden:
+            yield file
+
+
 def _inside(folder: Path) -> list[Path]:
     """Return the files of a folder; if there are rows among them, without what tells of them."""
-    files = sorted(
-        file
-        for file in folder.rglob("*")
-        if file.is_file()
-        and not any(name.startswith(".") for name in file.relative_to(folder).parts)
-    )
+    files = sorted(visible_files(folder))
     if any(is_table(file) for file in files):
         return [file for file in files if not file.name.lower().startswith(_COMPANIONS)]
     return files

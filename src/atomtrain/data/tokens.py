@@ -1,4 +1,4 @@
-"""The token file: training and held-out tokens of a corpus, memory-mapped, checked, reused.
+"""A corpus as tokens, in a file that is memory-mapped, checked and reused; and its tokenizer.
 
 One file, so that it appears and is replaced as a whole: a header block (magic, checksum, JSON,
 padding), the training tokens, the held-out tokens. It is written under a temporary name, synced
@@ -20,14 +20,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from atomtrain.data.corpus import Corpus
-from atomtrain.data.split import SPLIT_VERSION, HoldOut, Part, pieces
-from atomtrain.data.tokenizer import Tokenizer
+from atomtrain.data.corpus import SPLIT_VERSION, Corpus, HoldOut, Part, pieces
+from atomtrain.data.tokenizer import DEFAULT_VOCABULARY, Tokenizer
 from atomtrain.errors import DataError
 from atomtrain.files import replacing
 from atomtrain.progress import Progress
@@ -258,3 +257,82 @@ def _remove_stale(cache: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _STALE_S:
                 path.unlink()
+
+
+TOKENIZER_SAMPLE_CHARACTERS = 32 * 1024 * 1024
+
+_logger = logging.getLogger(__name__)
+
+
+class Prepared(NamedTuple):
+    """What training needs of a corpus."""
+
+    tokenizer: Tokenizer
+    tokens: Tokens
+
+
+def prepare(
+    corpus: Corpus,
+    cache: Path,
+    *,
+    vocabulary: int = DEFAULT_VOCABULARY,
+    tokenizer: Tokenizer | None = None,
+    hold_out: HoldOut = "some",
+) -> Prepared:
+    """Return tokenizer and tokens of `corpus`; a few seconds the first time, then from `cache`.
+
+    Args:
+        corpus: the text.
+        cache: folder for the tokenizer and the token file; made if missing.
+        vocabulary: tokens of the tokenizer that is trained on the corpus, held-out text excluded.
+        tokenizer: use this one (of a checkpoint, of the swarm) and train none.
+        hold_out: what of the tokens to evaluate on.
+
+    Raises:
+        DataError: see `Tokenizer.train` and `open_tokens`.
+    """
+    if tokenizer is None:
+        tokenizer = cached_tokenizer(corpus, vocabulary, cache)
+    return Prepared(tokenizer, open_tokens(corpus, tokenizer, cache, hold_out))
+
+
+def cached_tokenizer(corpus: Corpus, vocabulary: int, cache: Path) -> Tokenizer:
+    """Return the tokenizer of a corpus, from `cache` if it is there and intact."""
+    path = cache / f"tokenizer-{corpus.sha256[:32]}-{vocabulary}.json"
+    try:
+        return _read_tokenizer(path)
+    except FileNotFoundError:
+        pass
+    except DataError as error:
+        _logger.warning("%s; training it again", error)
+    with Progress("training a tokenizer"):
+        tokenizer = Tokenizer.train(_sample(corpus), vocabulary)
+    with disk_errors(path):
+        cache.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as unfinished:
+            unfinished.write_text(_envelope(tokenizer.to_json()), encoding="utf-8")
+    return tokenizer
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        content = path.read_bytes()
+        text = str(json.loads(content)["tokenizer"])
+        if _envelope(text).encode() != content:
+            raise DataError(f"{path} is damaged (its checksum does not match)")
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({error!r})") from error
+    return Tokenizer.from_json(text)
+
+
+def _envelope(text: str) -> str:
+    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokenizer": text})
+
+
+def _sample(corpus: Corpus) -> Iterator[str]:
+    """Yield training text spread evenly over the corpus, at most about 32 MiB of it."""
+    stride = max(1, -(-corpus.characters // TOKENIZER_SAMPLE_CHARACTERS))
+    for piece in itertools.islice(pieces(corpus, "train"), 0, None, stride):
+        yield piece.text

@@ -16,11 +16,10 @@ from typing import NamedTuple
 from atomtrain.data.corpus import check_files
 from atomtrain.data.dialogues import NoAnswerError, understand
 from atomtrain.data.named import PREFIXES, is_named, parse_named
-from atomtrain.data.rows import has_rows, read_rows
+from atomtrain.data.rows import GLOB_SIGNS, has_rows, read_rows
 from atomtrain.errors import DataError
 
 _MOST_WEIGHT = 1000.0
-_GLOB_SIGNS = frozenset("*?[")
 
 
 class Weighted(NamedTuple):
@@ -44,7 +43,7 @@ def parse_weighted(given: str) -> Weighted:
     try:
         weight = float(said)
     except ValueError:
-        if is_named(given) or not (_exists(spec) or _GLOB_SIGNS.intersection(spec)):
+        if is_named(given) or not (_exists(spec) or GLOB_SIGNS.intersection(spec)):
             return whole  # a split; or a path, which whoever reads it tells
         weight = math.nan
     if not 0 < weight <= _MOST_WEIGHT:

@@ -21,13 +21,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from atomtrain.errors import ConfigError, SwarmError
-from atomtrain.events import Event
+from atomtrain.events import Event, EventTail
 from atomtrain.units import format_seconds
 from atomtrain.views.runs.event_text import join_address
-from atomtrain.views.runs.files import EventTail
+
+if TYPE_CHECKING:
+    from atomtrain.views.runs.display import Display
 
 LOG_LINES = 15
 STAGE_SIGNALS = (0, signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
@@ -38,19 +40,6 @@ STAGE_NOTES = (
     "peers were told to end at once; Ctrl-C again kills them",
     "peers that were left are killed",
 )
-
-
-class EventSink(Protocol):
-    """What the launcher tells; a `Display` is one."""
-
-    def update(self, peer_name: str, event: Event) -> None:
-        """Take in one event of one peer."""
-
-    def note(self, message: str) -> None:
-        """Take in a message that belongs to no peer."""
-
-    def conclude(self, *lines: str) -> None:
-        """Take in lines for the end of the summary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +77,13 @@ class LaunchConfig:
     """Between two looks at the peers and their event files."""
 
     def __post_init__(self) -> None:
-        """Refuse times that are not above zero."""
         for name, value_s in vars(self).items():
             if not value_s > 0:
                 raise ConfigError(f"launch: {name} {value_s} must be above 0 seconds, such as 10")
 
 
 def launch_peers(
-    commands: Sequence[PeerCommand], display: EventSink, config: LaunchConfig | None = None
+    commands: Sequence[PeerCommand], display: Display, config: LaunchConfig | None = None
 ) -> int:
     """Run peers until the last one has ended; blocks, and leaves no process behind.
 
@@ -161,7 +149,7 @@ class _Launch:
     """The peers of one launch, and how far their end has come."""
 
     commands: Sequence[PeerCommand]
-    display: EventSink
+    display: Display
     config: LaunchConfig
     peers: list[_Peer] = field(default_factory=list)
     ended: list[_Peer] = field(default_factory=list)

@@ -17,21 +17,21 @@ from atomtrain.data.sampler import joined
 from atomtrain.engine.calibration.step_times import StepTimes
 from atomtrain.engine.engine_base import StepReport
 from atomtrain.errors import DiskError, StreamError
-from atomtrain.events import EventLog
+from atomtrain.events import EVENTS_FILE, PICTURE_FILE, EventLog
 from atomtrain.optimizers.groups import set_learning_rate
 from atomtrain.training.run_events import (
     SwarmFile,
     announce,
+    newest,
+    save_session,
     seed_of,
     tell_expelled,
     tell_rounds,
     tell_samples,
     trace_last_step,
 )
-from atomtrain.training.setup.saving import newest, save_session
+from atomtrain.training.setup.gradients import GradientFragments
 from atomtrain.training.setup.setup import Session
-from atomtrain.training.together.gradients import GradientFragments
-from atomtrain.views.runs.files import EVENTS_FILE, PICTURE_FILE
 from atomtrain.views.runs.picture import loss_picture
 from atomtrain.views.runs.plan_event import measured_of, tell_prediction, tell_timeline
 
@@ -94,8 +94,7 @@ class Loop:
                 self._evaluate(_GLANCE_SEQUENCES)  # where it starts from
             while session.step < recipe.steps and not self._stop:
                 before = session.step
-                micro_batches = self._batch()
-                loss = self._train_or_save(micro_batches)
+                loss = self._train_or_save(self._batch())
                 rounds = self._average()
                 if session.step == before:
                     continue  # gradients are still being gathered
@@ -338,7 +337,7 @@ class Loop:
 
         def ask(_number: int, _: FrameType | None) -> None:
             self._stop = True
-            signal.signal(signal.SIGINT, _interrupt)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             # Said now, as a step may be long, and not from here: this thread may hold the locks
             # of the log or of the display.
@@ -350,7 +349,3 @@ class Loop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""What a run tells of itself beside its steps: how it begins, peers, rounds, samples, its end."""
+"""What a run tells and writes beside its steps: beginning, peers, rounds, samples, checkpoints."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from atomtrain.checkpoint import save
 from atomtrain.engine.devices.native import tf32_hint
 from atomtrain.engine.generation.generating import Wish
 from atomtrain.errors import DeviceMemoryError, PlanError
-from atomtrain.events import EventLog
+from atomtrain.events import SWARM_FILE, EventLog
 from atomtrain.files import replacing
 from atomtrain.models.making import parameter_count
+from atomtrain.training.config.preflight import CHECKPOINTS
+from atomtrain.training.setup.peering import pasted_address
 from atomtrain.training.setup.setup import Session
-from atomtrain.training.together.peering import pasted_address
-from atomtrain.views.plans.trace import Account, write_trace
-from atomtrain.views.runs.files import SWARM_FILE
-from atomtrain.views.runs.plan_event import tell_plan
+from atomtrain.training.setup.sources import guards_of
+from atomtrain.training.setup.state import SWARM_SHARD, loss_scale_of, shards_of
+from atomtrain.views.plans.step import Account, write_trace
+from atomtrain.views.runs.plan_event import tell_checkpoint, tell_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from atomtrain.swarm import RoundReport, Swarm
     from atomtrain.swarm.membership.records import PeerStatus
 
 
 def announce(session: Session, events: EventLog) -> None:
-    """Tell how a run begins, and the plan that it follows."""
     engine, swarm = session.engine, session.swarm
     events.emit(
         "run_started",
@@ -70,7 +72,6 @@ def announce(session: Session, events: EventLog) -> None:
 
 
 def tell_rounds(swarm: Swarm, reports: Sequence[RoundReport], events: EventLog) -> None:
-    """Tell how rounds ended for this peer."""
     if not reports:
         return
     held = swarm.state_dict().meta
@@ -183,12 +184,51 @@ class SwarmFile:
         now_s = self._clock()
         if now_s < self._due_s:
             return False
-        table = {
-            "time_s": time.time(),
-            "peers": [dataclasses.asdict(peer) for peer in peers()],
-        }
+        table = {"time_s": time.time(), "peers": [dataclasses.asdict(peer) for peer in peers()]}
         with contextlib.suppress(OSError), replacing(self._path) as temporary:
             temporary.write_text(json.dumps(table), encoding="utf-8")
         took_s = self._clock() - now_s
         self._due_s = now_s + max(_INTERVAL_S, took_s / _MOST_SHARE)
         return True
+
+
+def save_session(session: Session, events: EventLog) -> Path:
+    """Write a checkpoint of the session as it is now, and tell of it; return its folder.
+
+    Waits for the last step's updates.
+    """
+    started_s, folder = time.monotonic(), session.model_folder
+    meta: dict[str, Any] = {
+        "recipe": session.recipe.to_json(),
+        "separator": session.text.tokenizer.separator_text,
+        "tokens": session.tokens,
+        "micro_batch": session.fit.micro_batch,
+        "head_pieces": session.fit.head_pieces,
+        "loss_scale": loss_scale_of(session.engine),
+        "data": list(session.text.data),
+        "validation": session.text.validation,
+        "model_folder": None if folder is None else str(folder.absolute()),
+        "text_sha256": session.text.sha256,
+        "run": session.run,
+        "guards": guards_of(session.options),
+        "name": session.name,
+    }
+    swarm = None if session.swarm is None else session.swarm.state_dict()
+    if swarm is not None:
+        meta["swarm"] = swarm.meta
+
+    def shards() -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        yield from shards_of(session.engine)
+        if swarm is not None:
+            yield SWARM_SHARD, swarm.tensors
+
+    texts = {"tokenizer.json": session.text.tokenizer.to_json()}
+    path = save(session.directory / CHECKPOINTS, session.step, shards(), meta, texts)
+    tell_checkpoint(path, session.step, time.monotonic() - started_s, events)
+    return path
+
+
+def newest(session: Session) -> Path:
+    """Return the checkpoint that was written at the session's step."""
+    folder = session.directory / CHECKPOINTS
+    return max(folder.glob(f"step-{session.step:08d}*"))

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from atomtrain.errors import ConfigError
-from atomtrain.events import read_events
+from atomtrain.events import EVENTS_FILE, RECIPE_FILE, read_events
 from atomtrain.files import replacing
 from atomtrain.models.gpt_config import PRESETS
 from atomtrain.topology import machine
-from atomtrain.views.runs.files import EVENTS_FILE, RECIPE_FILE
 
 FORMAT = 1
 VERSIONS = ("atomtrain", "torch", "numpy", "transformers", "hivemind", "safetensors", "tokenizers")

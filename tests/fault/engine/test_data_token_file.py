@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 
 from atombench import forks
-from atomtrain.data import Corpus, Tokenizer, open_tokens, prepare, tokens
-from atomtrain.data.corpus import corpus_of_texts
+from atomtrain.data import tokens
+from atomtrain.data.corpus import Corpus, corpus_of_texts
+from atomtrain.data.tokenizer import Tokenizer
+from atomtrain.data.tokens import open_tokens, prepare
 from atomtrain.errors import DataError
 
 DEADLINE_S = 600.0
@@ -125,7 +127,9 @@ def test_processes_that_build_at_once_all_succeed(tmp_path: Path) -> None:
 DYING = """
 import os, signal, sys
 from pathlib import Path
-from atomtrain.data import Tokenizer, open_tokens, tokens
+from atomtrain.data import tokens
+from atomtrain.data.tokenizer import Tokenizer
+from atomtrain.data.tokens import open_tokens
 from tests.fault.engine.test_data_token_file import make_corpus, make_tokenizer
 def die(self):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -152,7 +156,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from tests.fault.engine.test_data_token_file import make_corpus, make_tokenizer
-from atomtrain.data import open_tokens
+from atomtrain.data.tokens import open_tokens
 from atomtrain.errors import DataError
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
 try:

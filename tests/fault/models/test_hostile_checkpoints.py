@@ -30,7 +30,7 @@ SIZES = {"config": LLAMA, "vocabulary": 300, "context": 128, "width": 32, "files
 
 def honest_parts() -> tuple[Meta, dict[str, str], dict[str, Tensor]]:
     """Return what a run of the smallest model saves."""
-    from atomtrain.data import Tokenizer
+    from atomtrain.data.tokenizer import Tokenizer
 
     recipe = new_recipe(TrainOptions(model="tiny"))
     tokenizer = Tokenizer.train([SENTENCE * 4], 300)

@@ -251,7 +251,7 @@ def test_links_into_a_hubs_cache_are_followed(honest: Path, text: Path, tmp_path
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
     refused(tmp_path, "data", "inspect", str(tmp_path / "no.txt"), "--model", str(snapshot))
-    from atomtrain.data import read_tokenizer
+    from atomtrain.data.tokenizer import read_tokenizer
     from atomtrain.models.hugging_face import read_config
 
     assert read_config(snapshot).vocabulary == 300

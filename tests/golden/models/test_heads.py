@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomtrain import Trainer, TrainerArguments
-from atomtrain.data import Batch
+from atomtrain.data.sampler import Batch
 from atomtrain.engine.api import swap
 from atomtrain.engine.options import Options
 from atomtrain.models.heads import HEAD_WEIGHT, with_head
@@ -21,10 +21,9 @@ from atomtrain.models.hugging_face import HuggingFaceConfig, build, read_config
 from atomtrain.models.lora import adapted_layers, add_adapters
 from atomtrain.models.lora_config import LoraConfig
 from atomtrain.optimizers import AdamW
-from atomtrain.training.setup.classification import Classification
-from atomtrain.training.setup.hearing import Hearing, rows_heard
 from atomtrain.training.setup.loading import Weights
-from atomtrain.training.setup.preference import RewardModel
+from atomtrain.training.setup.objective import Hearing, rows_heard
+from atomtrain.training.setup.objectives import Classification, RewardModel
 from tests.support.hugging_face_models import UNTIED, VOCABULARY, write_model
 
 pytest.importorskip("transformers")

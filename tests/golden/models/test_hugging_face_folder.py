@@ -14,7 +14,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from atomtrain.checkpoint import open_checkpoint
 from atomtrain.cli.main import main
-from atomtrain.data import Sampler, SamplerConfig, default_cache, prepare, read_corpus
+from atomtrain.data.corpus import read_corpus
+from atomtrain.data.sampler import Sampler, SamplerConfig
+from atomtrain.data.tokens import prepare
+from atomtrain.files import default_cache
 from atomtrain.training.config.new_recipe import make_optimizer
 from atomtrain.training.setup.state import recipe_of
 from tests.support.hugging_face_models import LLAMA, saved_tensors, write_model, write_text

@@ -13,7 +13,7 @@ import torch
 
 from atomtrain.checkpoint import open_checkpoint
 from atomtrain.cli.main import main
-from atomtrain.data import Batch
+from atomtrain.data.sampler import Batch
 from atomtrain.engine.api import swap
 from atomtrain.engine.options import Options
 from atomtrain.models.hugging_face import build, read_config

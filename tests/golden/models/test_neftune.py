@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atomtrain.data import Batch
+from atomtrain.data.sampler import Batch
 from atomtrain.engine.api import swap
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError, PlanError

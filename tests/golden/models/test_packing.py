@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import atomtrain
-from atomtrain.data import Batch
-from atomtrain.data.sampler import divided_at, joined
+from atomtrain.data.sampler import Batch, divided_at, joined
 from atomtrain.models.gpt import own_past, places
 from atomtrain.training.setup.objective import IGNORED, NextToken, OwnLoss
 from tests.support.reference import train, twin

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from atomtrain.cli.main import main
 from atomtrain.errors import AtomError
-from atomtrain.training.setup.peft_folder import ADAPTER_CONFIG, ADAPTER_FILE, read_peft
+from atomtrain.training.setup.adapters import ADAPTER_CONFIG, ADAPTER_FILE, read_peft
 from atomtrain.training.setup.state import open_trained
 from tests.support.hugging_face_models import (
     MIXTURES,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomtrain.data import Batch
+from atomtrain.data.sampler import Batch
 from atomtrain.engine.api import swap
 from atomtrain.engine.execution.multi_device import DEVICE_NUMBER
 from atomtrain.engine.options import Options
@@ -19,9 +19,8 @@ from atomtrain.models.hugging_face import build, read_config
 from atomtrain.models.lora import adapted_layers, add_adapters
 from atomtrain.models.lora_config import LoraConfig
 from atomtrain.optimizers import AdamW
-from atomtrain.training.setup.hearing import rows_heard
-from atomtrain.training.setup.objective import IGNORED
-from atomtrain.training.setup.preference import (
+from atomtrain.training.setup.objective import IGNORED, rows_heard
+from atomtrain.training.setup.objectives import (
     DirectPreference,
     JudgedAnswer,
     OddsRatio,

@@ -12,7 +12,7 @@ from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, Origin, digest_of, whole
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport, TrainerMailbox
-from atomtrain.training.together.peering import EngineFragments
+from atomtrain.training.setup.peering import EngineFragments
 from tests.support.swapped import gpt, swap, token_batches
 
 pytestmark = pytest.mark.usefixtures("assumed_times")

@@ -371,7 +371,7 @@ def member() -> Iterator[str]:
     from atomtrain.swarm import Swarm
     from atomtrain.training.config.new_recipe import new_recipe
     from atomtrain.training.config.options import TrainOptions
-    from atomtrain.training.together.peering import manifest_of
+    from atomtrain.training.setup.peering import manifest_of
 
     class Zeros:
         def view(self, index: int) -> Lent:

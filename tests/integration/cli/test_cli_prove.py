@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from atomtrain.cli.main import main
+from atomtrain.models import GPTConfig
 from atomtrain.training.tools import proof
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prove it with a smaller model."""
-    made = proof.Subject(layers=3, width=64, vocabulary=128, context=32, micro_batches=2)
-    monkeypatch.setattr(proof, "Subject", lambda: made)
+    config = GPTConfig(layers=3, width=64, heads=4, head_width=16, vocabulary=128, context=32)
+    monkeypatch.setattr(proof, "CONFIG", config)
+    monkeypatch.setattr(proof, "MICRO_BATCHES", 2)
 
 
 def test_both_ways_end_with_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:

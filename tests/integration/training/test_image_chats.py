@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from atomtrain.cli.main import main
-from atomtrain.data import SamplerConfig, read_tokenizer
+from atomtrain.data.sampler import SamplerConfig
+from atomtrain.data.tokenizer import read_tokenizer
 from atomtrain.events import read_events
 from atomtrain.models.hugging_face import read_config
 from atomtrain.training.config.optimizing import named_optimizer

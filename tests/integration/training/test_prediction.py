@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atomtrain.events import read_events
-from atomtrain.views.runs.files import EVENTS_FILE
+from atomtrain.events import EVENTS_FILE, read_events
 from tests.support.hugging_face_models import UNTIED, train_by_command, write_model, write_text
 
 pytest.importorskip("transformers")

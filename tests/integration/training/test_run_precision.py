@@ -13,13 +13,12 @@ import torch
 from atomtrain.checkpoint import load_latest
 from atomtrain.cli.main import main
 from atomtrain.engine.devices import native
-from atomtrain.events import EventLog, read_events
-from atomtrain.training.config.folders import CHECKPOINTS
+from atomtrain.events import EVENTS_FILE, EventLog, read_events
 from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.preflight import CHECKPOINTS
 from atomtrain.training.loop import Loop
 from atomtrain.training.setup.setup import Session, open_session
 from atomtrain.training.setup.state import recipe_of
-from atomtrain.views.runs.files import EVENTS_FILE
 from tests.support.train_processes import write_text
 
 COMMON: dict[str, Any] = {

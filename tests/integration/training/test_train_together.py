@@ -13,7 +13,7 @@ import pytest
 from atombench import forks
 from atombench.churn.check import disagreements
 from atombench.churn.peers import ChurnPeer, Crowd
-from atomtrain.views.runs.files import EventTail
+from atomtrain.events import EventTail
 from tests.support.held_train import held_founder
 from tests.support.train_processes import (
     Event,

@@ -11,7 +11,8 @@ import torch
 from atombench import benchmark
 from atombench.engine import precision
 from atombench.engine.precision import KINDS, MemoryCase, PrecisionSetup, learn, measure
-from atomtrain.data import Prepared, prepare, read_corpus
+from atomtrain.data.corpus import read_corpus
+from atomtrain.data.tokens import Prepared, prepare
 from atomtrain.errors import ConfigError
 
 pytestmark = pytest.mark.slow

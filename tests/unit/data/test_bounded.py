@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from atomtrain.data.bounded import bounded
+from atomtrain.data.chat import bounded
 
 
 def run(code: str) -> None:
@@ -25,7 +25,7 @@ def test_what_does_not_end_is_ended() -> None:
 def test_memory_beyond_is_not_given() -> None:
     """In a new process: this one may hold a gigabyte that is free, and need not ask for more."""
     code = """
-from atomtrain.data.bounded import bounded
+from atomtrain.data.chat import bounded
 with bounded("<template>", 60.0, 64 << 20):
     exec(compile("'a' * (1 << 20)", "<template>", "exec"), {})
 try:

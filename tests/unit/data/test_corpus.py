@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomtrain.data import corpus as corpus_module
-from atomtrain.data import read_corpus
-from atomtrain.data.corpus import corpus_of_texts
-from atomtrain.data.split import MAX_CHUNK_CHARACTERS, chunks, pieces
+from atomtrain.data.corpus import MAX_CHUNK_CHARACTERS, chunks, corpus_of_texts, pieces, read_corpus
 from atomtrain.errors import DataError
 
 TEXT = "A line of text.\nAnother, with ä and 漢.\n\n" * 300

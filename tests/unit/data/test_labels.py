@@ -125,7 +125,7 @@ def test_the_tokenizers_own_tokens_stand_around_a_text() -> None:
     from tokenizers import Tokenizer as Backend
     from tokenizers.processors import TemplateProcessing
 
-    from atomtrain.data import Tokenizer
+    from atomtrain.data.tokenizer import Tokenizer
 
     backend = Backend.from_str(tokenizer().to_json())
     end = tokenizer().separator_text

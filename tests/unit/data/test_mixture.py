@@ -11,12 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomtrain.data import SamplerConfig
 from atomtrain.data.chat import Example
+from atomtrain.data.corpus import HoldOut
 from atomtrain.data.examples import Examples, Rows
-from atomtrain.data.material import ExampleMaterial, PairMaterial, References
-from atomtrain.data.mixture import MixedSampler, Mixture
-from atomtrain.data.split import HoldOut
+from atomtrain.data.material import ExampleMaterial, MixedSampler, Mixture, PairMaterial, References
+from atomtrain.data.sampler import SamplerConfig
 from atomtrain.data.weighted import Weighted, check_sources, parse_weighted
 from atomtrain.errors import DataError
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from atomtrain.data import read_tokenizer
 from atomtrain.data.chat import ChatTemplate, Encoder
 from atomtrain.data.examples import IGNORED, Examples, Rows
 from atomtrain.data.picture_chat import PictureEncoder
 from atomtrain.data.rows import Row, read_rows
+from atomtrain.data.tokenizer import read_tokenizer
 from atomtrain.errors import ConfigError, DataError
 from atomtrain.models.hugging_face import read_config
 from atomtrain.models.processor import Processor

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from atomtrain.data import SamplerConfig
 from atomtrain.data.chat import ChatTemplate, Encoder, Example
 from atomtrain.data.corpus import read_corpus
 from atomtrain.data.dialogues import (
@@ -25,6 +24,7 @@ from atomtrain.data.dialogues import (
 from atomtrain.data.examples import IGNORED, Examples, Rows, RowSampler, held_out_rows
 from atomtrain.data.material import PairMaterial, References
 from atomtrain.data.rows import Row, has_rows, read_rows
+from atomtrain.data.sampler import SamplerConfig
 from atomtrain.errors import DataError
 from tests.support.hugging_face_models import tokenizer
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomtrain.data import Sampler, SamplerConfig, held_out_batches
+from atomtrain.data.sampler import Sampler, SamplerConfig, held_out_batches
 from atomtrain.errors import DataError
 from tests.support.waiting import PATIENCE_S
 
@@ -83,7 +83,7 @@ def test_batches_are_the_same_in_any_order_and_after_resuming() -> None:
 def test_the_order_is_the_same_in_another_process_and_for_ever() -> None:
     assert starts(sampler(), 0, 2) == EXPECTED_FIRST
     code = (
-        "import numpy as np; from atomtrain.data import Sampler, SamplerConfig;"
+        "import numpy as np; from atomtrain.data.sampler import Sampler, SamplerConfig;"
         "s = Sampler(np.arange(1000), SamplerConfig(context_tokens=10, sequences=4), 'a');"
         "print([int(r[0]) for p in range(2) for r in s.batch(p).inputs])"
     )

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomtrain.data import SEPARATOR, Tokenizer, read_corpus
-from atomtrain.data.split import pieces
+from atomtrain.data.corpus import pieces, read_corpus
+from atomtrain.data.tokenizer import SEPARATOR, Tokenizer
 from atomtrain.errors import DataError
 
 SAMPLE = ["the cat and the hat and the bat\n" * 50, "über Äpfel 漢字 🙂\r\n\t" * 20]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atomtrain.data import Tokenizer
+from atomtrain.data.tokenizer import Tokenizer
 from atomtrain.data.tokenizer_check import check_pattern
 from atomtrain.errors import DataError
 

@@ -8,18 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atomtrain.data import (
-    Corpus,
-    Tokenizer,
-    bits_per_byte,
-    default_cache,
-    open_tokens,
-    prepare,
-    tokens,
-)
-from atomtrain.data.corpus import corpus_of_texts
-from atomtrain.data.split import Part, pieces
-from atomtrain.data.tokens import Tokens
+from atomtrain.data import tokens
+from atomtrain.data.corpus import Corpus, Part, corpus_of_texts, pieces
+from atomtrain.data.tokenizer import Tokenizer
+from atomtrain.data.tokens import Tokens, bits_per_byte, open_tokens, prepare
+from atomtrain.files import default_cache
 
 
 def make_corpus(extra: str = "") -> Corpus:

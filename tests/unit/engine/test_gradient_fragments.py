@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import atomtrain
-from atomtrain.training.together.gradients import GradientCollector, GradientFragments
+from atomtrain.training.setup.gradients import GradientCollector, GradientFragments
 from tests.support.engine_models import mlp, square, swap
 
 pytestmark = pytest.mark.usefixtures("assumed_times")

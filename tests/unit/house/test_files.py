@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from atomtrain.errors import ConfigError
-from atomtrain.files import read_small, replacing
-from atomtrain.views.plans import files as reported
+from atomtrain.files import read_small, replacing, replacing_named
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -45,7 +44,7 @@ def test_what_a_command_cannot_write_is_told_as_a_mistake(tmp_path: Path) -> Non
     folder.mkdir()
     for path in (tmp_path / "missing" / "file", folder, tmp_path / ("x" * 250)):
         told = pytest.raises(ConfigError, match="choose a file in a folder")
-        with told, reported.replacing(path) as temporary:
+        with told, replacing_named(path) as temporary:
             temporary.write_text("text")
     assert list(tmp_path.iterdir()) == [folder]
 

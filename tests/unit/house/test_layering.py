@@ -46,7 +46,7 @@ LIGHT = {
     for name in ("optimizers", "models", "models.weights", "data", "checkpoint", "metrics")
 }
 VIEWS = all_of("atomtrain.views", ("plans", "runs", "dashboard"))
-TRAINING = all_of("atomtrain.training", ("config", "setup", "together", "trainer", "tools"))
+TRAINING = all_of("atomtrain.training", ("config", "setup", "trainer", "tools"))
 # What each room may import of the others, beside the base and itself.
 MAY_IMPORT: dict[str, set[str]] = {
     **{name: BASE - {name} for name in sorted(BASE)},
@@ -75,10 +75,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "atomtrain.views.runs": {"atomtrain.views.plans"} | ENGINES | PLANNED,
     "atomtrain.views.dashboard": {"atomtrain.views.runs"} | SWARMS,
     "atomtrain.training.config": ENGINES | PLANNED | LIGHT | SWARMS,
-    "atomtrain.training.together": {"atomtrain.training.config", "atomtrain.views.runs"}
-    | (ENGINES | LIGHT | SWARMS),
     "atomtrain.training.setup": {
-        *("atomtrain.training.config", "atomtrain.training.together", "atomtrain.views.plans"),
+        *("atomtrain.training.config", "atomtrain.views.plans"),
         "atomtrain.models.dequantised",
         *(ENGINES | PLANNED | ANALYSED | LIGHT | SWARMS),
     },
@@ -221,7 +219,7 @@ def test_lazy_names_are_there_and_unknown_ones_are_named() -> None:
         atomtrain.swop  # noqa: B018
 
 
-@pytest.mark.parametrize("package", ["atomtrain", "atomtrain.data", "atomtrain.models"])
+@pytest.mark.parametrize("package", ["atomtrain", "atomtrain.models"])
 def test_lazy_names_are_not_those_of_modules(package: str) -> None:
     """Importing a module would put it in the place of the name."""
     names = set(importlib.import_module(package).__all__)

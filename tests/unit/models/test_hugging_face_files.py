@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atomtrain.cli.main import main
-from atomtrain.data import read_tokenizer
+from atomtrain.data.tokenizer import read_tokenizer
 from atomtrain.errors import ConfigError, DataError
 from atomtrain.models.hugging_face import build, model_folder, read_config
 from atomtrain.models.making import make_outline

@@ -13,7 +13,7 @@ from atomtrain.cli.main import main
 from atomtrain.planning.catalogue import machine_for
 from atomtrain.planning.plan.machine import save_machine
 from atomtrain.planning.search.batch_search import Analysis, Compute
-from atomtrain.views.plans.place import Place
+from atomtrain.views.plans.subject import Place
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +97,7 @@ def test_peers_can_be_machines_that_were_measured(
 
     local = Compute(of_a_second, 1e9, 1e9)
     measured = Place(dataclasses.replace(sheet, name="here"), local=local)
-    monkeypatch.setattr("atomtrain.views.plans.place.this_place", lambda *_: measured)
+    monkeypatch.setattr("atomtrain.views.plans.subject.this_place", lambda *_: measured)
     found = []
     for where in (("--here",), ("--machine", str(tmp_path / "slow.json")), ()):
         assert main([*SMALL, "--link", "1Mbit/s", "--json", *where]) == 0

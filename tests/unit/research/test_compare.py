@@ -9,7 +9,7 @@ import pytest
 from atomresearch.simulation.compare import compare
 from atomresearch.simulation.site import fragments_of
 from atomtrain.errors import ConfigError
-from atomtrain.training.together.peering import joined
+from atomtrain.training.setup.peering import joined
 from tests.support.pipeline_works import site
 
 

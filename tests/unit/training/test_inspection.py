@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from atomtrain.cli.main import main
-from atomtrain.data import Sampler, SamplerConfig, held_out_batches
+from atomtrain.data.sampler import Sampler, SamplerConfig, held_out_batches
 from atomtrain.errors import DataError
 from atomtrain.models import preset
 from atomtrain.training.setup.texts import read_text
-from atomtrain.training.tools.inspection import inspect
+from atomtrain.training.tools.preview import inspect
 from tests.support.hugging_face_models import write_text
 
 

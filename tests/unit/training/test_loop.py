@@ -15,7 +15,7 @@ import torch
 
 from atomtrain.events import Event, EventLog
 from atomtrain.training.loop import Loop, Pace
-from atomtrain.training.together.gradients import GradientFragments
+from atomtrain.training.setup.gradients import GradientFragments
 
 
 class Steps:

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomtrain.cli.init import Ask, Check, Facts, filled
+from atomtrain.cli.inputs import schema
 from atomtrain.cli.main import main
-from atomtrain.cli.schema import schema
 from atomtrain.cli.train import options_of
 from atomtrain.errors import AtomError, ConfigError, RecipeFileError
 from atomtrain.training.config.options import TrainOptions

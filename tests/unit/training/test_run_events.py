@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from atomtrain.engine.devices.devices import open_device
 from atomtrain.engine.generation.generating import Generated, Wish, generate
 from atomtrain.errors import PlanError
+from atomtrain.events import SWARM_FILE
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.membership.records import PeerStatus
 from atomtrain.training.run_events import SwarmFile, tell_expelled, tell_rounds, tell_samples
-from atomtrain.views.runs.files import SWARM_FILE
 
 VOCABULARY = 50
 

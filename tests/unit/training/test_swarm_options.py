@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from atomtrain.errors import ConfigError
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.together.peering import (
+from atomtrain.training.setup.peering import (
     check_rules,
     joined,
     joined_like,

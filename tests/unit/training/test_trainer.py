@@ -19,9 +19,8 @@ from atomtrain.errors import CheckpointError, ConfigError
 from atomtrain.events import read_events
 from atomtrain.training.trainer import trainer as module
 from atomtrain.training.trainer.callbacks import Callback, Course
-from atomtrain.training.trainer.collating import stacked
 from atomtrain.training.trainer.trainer import Trainer
-from atomtrain.training.trainer.trainer_arguments import TrainerArguments, arguments_from
+from atomtrain.training.trainer.trainer_arguments import TrainerArguments, arguments_from, stacked
 from tests.support import ROOT
 
 pytestmark = pytest.mark.usefixtures("assumed_times")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atomtrain.views.dashboard.curves import MOST_POINTS, Curves
+from atomtrain.views.dashboard.history import MOST_POINTS, Curves
 
 
 def of(*losses: Any, most_points: int = MOST_POINTS) -> Curves:

@@ -18,18 +18,19 @@ import pytest
 
 from atomtrain.errors import ConfigError
 from atomtrain.events import EventLog
-from atomtrain.metrics import feed as feeding
 from atomtrain.metrics import writers
-from atomtrain.metrics.feed import MetricsFeed
-from atomtrain.metrics.names import METRICS, table, values_of
-from atomtrain.metrics.targets import (
+from atomtrain.metrics import writers as feeding
+from atomtrain.metrics.names import (
+    METRICS,
     PeerLabels,
     Target,
     for_local_peer,
     parse_target,
     parse_targets,
+    table,
+    values_of,
 )
-from atomtrain.metrics.writers import Exposition
+from atomtrain.metrics.writers import Exposition, MetricsFeed
 from atomtrain.training.config.options import TrainOptions
 from tests.support import ROOT
 from tests.support.waiting import PATIENCE_S

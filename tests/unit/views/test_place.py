@@ -9,7 +9,7 @@ import torch
 
 from atomtrain.engine.calibration.machines import assumed_machine
 from atomtrain.engine.calibration.profiling import Profile
-from atomtrain.views.plans import place
+from atomtrain.views.plans import subject as place
 
 
 @pytest.mark.parametrize(

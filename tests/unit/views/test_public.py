@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atomtrain.cli.dashboard import DashboardOptions, _source
+from atomtrain.cli.views import DashboardOptions, _source
 from atomtrain.views.dashboard.public import Leaders, PublicSource
 from atomtrain.views.dashboard.server import Hub
 from atomtrain.views.dashboard.source import FolderSource, Message

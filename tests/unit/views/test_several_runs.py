@@ -10,8 +10,7 @@ import pytest
 from atomtrain.cli.main import main
 from atomtrain.errors import ConfigError
 from atomtrain.events import EventLog
-from atomtrain.views.dashboard.several import RunsSource, source_of
-from atomtrain.views.dashboard.source import FolderSource
+from atomtrain.views.dashboard.source import FolderSource, RunsSource, source_of
 
 
 def write(folder: Path, run: str, peer: str = "peer-0") -> Path:

@@ -9,25 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atomtrain.errors import ConfigError
 from atomtrain.models.gpt_config import preset
-from atomtrain.models.hugging_face import (
-    check_context,
-    is_hugging_face,
-    model_folder,
-    read_config,
-)
+from atomtrain.models.hugging_face import check_context, is_hugging_face, model_folder, read_config
 from atomtrain.models.lora_config import parse_lora
 from atomtrain.models.making import Sizes
 from atomtrain.settings import chosen
 from atomtrain.training.config.optimizing import AUTO, named_optimizer, train_alike
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.preflight import check_factors
-from atomtrain.training.config.recipe import (
-    EACH_PEER,
-    FIXED,
-    MAY_CHANGE,
-    OBJECTIVES,
-    Recipe,
-)
+from atomtrain.training.config.recipe import EACH_PEER, FIXED, MAY_CHANGE, OBJECTIVES, Recipe
 from atomtrain.units import counted
 
 if TYPE_CHECKING:
@@ -242,7 +231,6 @@ def _on_resume(what: str) -> list[str]:
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
-    """Return the recipe's optimizer of all of a model's trainable parameters."""
     return named_optimizer(
         model,
         recipe.optimizer,

@@ -48,7 +48,6 @@ _SPLITS = {"adamw-split": "adamw", "adamw-bfloat16-split": "adamw-bfloat16"}
 
 
 def check_optimizer(name: str) -> None:
-    """Raise a `ConfigError` if there is no optimizer of this name."""
     if name not in _MASTERS:
         raise ConfigError(
             f"there is no optimizer {name!r}.{nearest(name, _MASTERS)} "
@@ -57,7 +56,6 @@ def check_optimizer(name: str) -> None:
 
 
 def check_precision_choice(name: str) -> None:
-    """Raise a `ConfigError` if a user cannot choose this precision."""
     _check_precision_name(name, (AUTO, *_PARAMETER_BYTES))
 
 
@@ -100,31 +98,20 @@ def gradient_dtype_of(name: str | None) -> Literal["float32"] | None:
 
 
 def host_bytes_per_parameter(
-    name: str,
-    precision: str = "fp32",
-    gradient_dtype: str | None = None,
-    *,
-    spent: bool = False,
+    name: str, precision: str = "fp32", gradient_dtype: str | None = None, *, spent: bool = False
 ) -> float:
     """Return the host bytes of a parameter, its gradient and its optimizer state.
 
     With `spent` gradients take no place of their own; what they wait in does not grow with depth.
     For `muon` it is the most: a matrix that Muon updates takes 4 bytes less.
     """
-    from atomtrain.optimizers import MASTER_BYTES
+    from atomtrain.optimizers import BYTES_PER_PARAMETER, MASTER_BYTES
 
     masters = 0.0 if precision == "fp32" else MASTER_BYTES[_master_format(name, precision)]
-    moments = _moments_bytes(name)
+    moments = 4.0 if name == "sgd" else BYTES_PER_PARAMETER[_FORMATS.get(name, "float32")]
     widened = gradient_dtype is not None and precision != "fp32"
     gradients = 0 if spent else _PARAMETER_BYTES[precision] + _WIDER_GRADIENT_BYTES * widened
     return _PARAMETER_BYTES[precision] + gradients + masters + moments
-
-
-def _moments_bytes(name: str) -> float:
-    """Return the bytes of the moments of one parameter, the most there are."""
-    from atomtrain.optimizers import BYTES_PER_PARAMETER
-
-    return 4.0 if name == "sgd" else BYTES_PER_PARAMETER[_FORMATS.get(name, "float32")]
 
 
 def smaller_states(

@@ -15,6 +15,7 @@ from atomtrain.settings import (
     check_size,
     check_text,
     count,
+    number,
     one_of,
     option,
 )
@@ -27,25 +28,15 @@ from atomtrain.swarm.membership.rules import (
 )
 from atomtrain.swarm.packages import missing_packages
 from atomtrain.swarm.transport.endpoint import Endpoint
-from atomtrain.training.config.recipe import Recipe
+from atomtrain.training.config.recipe import Recipe, check_share
 
 CHECKS = ("auto", "always", "never")
 """When a model is compared with its layers."""
 _RUNS = Path("runs")
 
 
-def _check_dropout(flag: str, probability: float) -> None:
-    if not 0 <= probability < 1:
-        raise ConfigError(f"{flag} must be at least 0 and below 1, not {probability}")
-
-
-def _check_epochs(flag: str, epochs: float) -> None:
-    if not 0 < epochs < MOST_COUNT:
-        raise ConfigError(f"{flag} must be above 0 and at most {MOST_COUNT}, not {epochs}")
-
-
 def _check_metrics(_: str, targets: tuple[str, ...]) -> None:
-    from atomtrain.metrics.targets import parse_targets
+    from atomtrain.metrics.names import parse_targets
 
     parse_targets(targets)
 
@@ -102,7 +93,7 @@ class TrainOptions:
         None,
         "Passes over the data, instead of --steps; each peer makes them.",
         "NUMBER",
-        check=_check_epochs,
+        check=number(lambda n: 0 < n < MOST_COUNT, f"above 0 and at most {MOST_COUNT}"),
     )
     device: str = option(
         "auto",
@@ -147,7 +138,7 @@ class TrainOptions:
     clip_norm: float | None = asked(Recipe, "clip_norm")
     spend_gradients: bool = asked(Options, "spend_gradients", False)
     schedule: str | None = asked(Recipe, "schedule")
-    dropout: float | None = option(None, "Dropout probability.", "P", check=_check_dropout)
+    dropout: float | None = option(None, "Dropout probability.", "P", check=check_share)
     vocabulary: int | None = option(
         None,
         "Tokens of the tokenizer that is trained on the text. Default: the model's published size.",
@@ -245,7 +236,6 @@ class TrainOptions:
     plain: bool = option(False, "Plain lines instead of the live display.", "")
 
     def __post_init__(self) -> None:
-        """Check what was given; raises `ConfigError`."""
         check_fields(self)
         self._check_together()
 
@@ -276,7 +266,6 @@ class TrainOptions:
         return 2 if self.is_demo and not missing_packages() else 1
 
     def _check_together(self) -> None:
-        """Refuse what contradicts each other."""
         if self.on_disk is not None:
             from atomtrain.planning.plan.disk import on_disk_up_to
 

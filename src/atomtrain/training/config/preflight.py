@@ -1,18 +1,20 @@
 """Mistakes that can be told before anything heavy is imported: within a tenth of a second.
 
-Everything is checked again where it is used; what is let through here is told a second later.
+Everything is checked again where it is used; what is let through here is told a second later. The
+folders of runs and peers are checked, made, and taken away if nothing came of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 from atomtrain.errors import ConfigError, SwarmError, nearest
-from atomtrain.training.config.folders import FIRST_NAME, check_directory, resumed_name
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import OBJECTIVES, PREFERENCES
 
@@ -28,9 +30,11 @@ def check_early(options: TrainOptions) -> None:
     Raises:
         AtomError: the first mistake.
     """
+    from atomtrain.engine.devices.device_names import parse_devices
+
     check_model_name(options.model)
     _check_swarm(options)
-    _check_device(options.device)
+    parse_devices(options.device)
     if options.no_profile and options.profile_again:
         raise ConfigError(
             "--no-profile measures nothing, --profile-again anew; leave one of them out"
@@ -59,7 +63,6 @@ def check_model_name(name: str | None) -> None:
 
 
 def _check_swarm(options: TrainOptions) -> None:
-    """Refuse to train with others where the packages for it are missing."""
     from atomtrain.swarm.packages import require_swarm
 
     if options.join:
@@ -71,7 +74,6 @@ def _check_swarm(options: TrainOptions) -> None:
 
 
 def check_gpu_name(name: str) -> None:
-    """Refuse a GPU that is not in the catalogue."""
     file = Path(__file__).parents[2] / "planning" / "hardware.json"
     names = list(json.loads(file.read_text(encoding="utf-8"))["gpus"])
     if name.lower() not in names:
@@ -79,12 +81,6 @@ def check_gpu_name(name: str) -> None:
             f"there is no GPU {name!r} in the catalogue.{nearest(name.lower(), names)} "
             f"GPUs: {', '.join(names)}"
         )
-
-
-def _check_device(name: str) -> None:
-    from atomtrain.engine.devices.device_names import parse_devices
-
-    parse_devices(name)
 
 
 def _check_numbers(options: TrainOptions) -> None:
@@ -159,3 +155,62 @@ def _check_addresses(options: TrainOptions) -> None:
                 f"{address!r} is not the address of a peer; paste the whole line that a peer "
                 "prints, such as /ip4/192.168.1.5/tcp/31337/p2p/12D3Koo..."
             ) from error
+
+
+CHECKPOINTS = "checkpoints"
+"""The folder of a peer's checkpoints, in the folder of the peer."""
+FIRST_NAME = "peer-0"
+"""What a peer is called that starts a run."""
+
+
+def make_directory(directory: Path) -> None:
+    """Make the folder of a peer, if it is not there.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be made ({error.strerror}); choose another --directory"
+        ) from error
+
+
+def check_directory(directory: Path, *, resume: bool) -> None:
+    """Refuse a peer's folder that holds a run already, or, to resume, one that holds none.
+
+    Raises:
+        ConfigError: says which.
+    """
+    checkpoints = directory / CHECKPOINTS
+    if not resume and checkpoints.is_dir() and any(checkpoints.glob("step-*")):
+        raise ConfigError(
+            f"{directory} already holds a run; continue it with --run {directory.parent.name} "
+            "--resume, or choose another --run name"
+        )
+    if resume and not checkpoints.is_dir():
+        saved = _saved_peers(directory.parent)
+        fix = f"give --name {' or '.join(saved)}" if saved else "check --run and --directory"
+        raise ConfigError(f"there is no checkpoint in {checkpoints} to resume from; {fix}")
+
+
+def resumed_name(run: Path) -> str:
+    """Return whom to resume in a run's folder if nobody is named: the only one that has saved.
+
+    Who joined a run was given a name, which nobody remembers.
+    """
+    saved = _saved_peers(run)
+    return saved[0] if len(saved) == 1 else FIRST_NAME
+
+
+def _saved_peers(run: Path) -> list[str]:
+    """Return the names of a run's peers that have checkpoints on this machine."""
+    return sorted({path.parent.parent.name for path in run.glob(f"*/{CHECKPOINTS}/step-*")})
+
+
+def remove_empty(directory: Path) -> None:
+    """Remove the folder of a peer that never came to be: it holds at most a key nobody knows."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other peers of the run live there
+        directory.parent.rmdir()

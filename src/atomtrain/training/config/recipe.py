@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from atomtrain.errors import CheckpointError, ConfigError, nearest
 from atomtrain.models.lora_config import LoraConfig, parse_lora
 from atomtrain.optimizers.schedules import Schedule, check_kind
-from atomtrain.settings import Check, check_seed, count, one_of, option
+from atomtrain.settings import Check, check_seed, count, number, one_of, option
 from atomtrain.training.config.optimizing import (
     GRADIENT_DTYPES,
     check_gradient_dtype,
@@ -43,40 +43,8 @@ def _named(check: Callable[[str], object]) -> Check:
     return lambda _, value: check(value)
 
 
-def _check_rate(flag: str, rate: float) -> None:
-    if not 0 < rate < 10:
-        raise ConfigError(f"{flag} must be above 0 and below 10, not {rate}")
-
-
-def check_norm(flag: str, norm: float) -> None:
-    """Refuse what is no norm."""
-    if not 0 <= norm < math.inf:
-        raise ConfigError(f"{flag} must be a norm, or 0 for no clipping, not {norm:g}")
-
-
-def _check_decay(flag: str, decay: float) -> None:
-    if not 0 <= decay < 1:
-        raise ConfigError(f"{flag} must be at least 0 and below 1, not {decay}")
-
-
-def _check_layer_decay(flag: str, decay: float) -> None:
-    if not 0 < decay <= 1:
-        raise ConfigError(f"{flag} must be above 0 and at most 1, such as 0.9, not {decay}")
-
-
-def _check_beta(flag: str, beta: float) -> None:
-    if not 0 < beta < math.inf:
-        raise ConfigError(f"{flag} must be above 0, such as 0.1, not {beta}")
-
-
-def _check_gamma(flag: str, gamma: float) -> None:
-    if not 0 <= gamma < math.inf:
-        raise ConfigError(f"{flag} must be at least 0, such as 1, not {gamma}")
-
-
-def _check_alpha(flag: str, alpha: float) -> None:
-    if not 0 <= alpha < math.inf:
-        raise ConfigError(f"{flag} must be at least 0, such as 5, not {alpha:g}")
+check_norm = number(lambda norm: 0 <= norm < math.inf, "a norm, or 0 for no clipping", "g")
+check_share = number(lambda share: 0 <= share < 1, "at least 0 and below 1")
 
 
 def _check_gradient_dtype(flag: str, name: str) -> None:
@@ -106,12 +74,7 @@ class Recipe:
     sizes: Sizes
     """The model's sizes; the tokenizer has at most `vocabulary` tokens."""
     context: int = option(
-        MISSING,
-        "Tokens of a sequence.",
-        "N",
-        check=count(),
-        on_resume=FIXED,
-        least=1,
+        MISSING, "Tokens of a sequence.", "N", check=count(), on_resume=FIXED, least=1
     )
     sequences: int = option(
         MISSING,
@@ -122,18 +85,13 @@ class Recipe:
         least=1,
     )
     steps: int = option(
-        MISSING,
-        "Optimizer steps of each peer.",
-        "N",
-        check=count(),
-        on_resume=MAY_CHANGE,
-        least=0,
+        MISSING, "Optimizer steps of each peer.", "N", check=count(), on_resume=MAY_CHANGE, least=0
     )
     learning_rate: float = option(
         MISSING,
         "Peak learning rate.",
         "RATE",
-        check=_check_rate,
+        check=number(lambda rate: 0 < rate < 10, "above 0 and below 10"),
         on_resume=MAY_CHANGE,
         least=0,
     )
@@ -151,7 +109,7 @@ class Recipe:
         "What is taken off matrices each step, as a part of the learning rate. Default: 0.1, or 0 "
         "for a model that was trained before.",
         "NUMBER",
-        check=_check_decay,
+        check=check_share,
         on_resume=FIXED,
         least=0,
     )
@@ -160,7 +118,7 @@ class Recipe:
         "By what a layer's learning rate is that of the layer above, such as 0.9: layers nearer "
         "the input learn more slowly. Default: 1, all alike.",
         "NUMBER",
-        check=_check_layer_decay,
+        check=number(lambda decay: 0 < decay <= 1, "above 0 and at most 1, such as 0.9"),
         on_resume=FIXED,
         least=0,
     )
@@ -193,12 +151,7 @@ class Recipe:
         least=1,
     )
     checkpoint_every: int = option(
-        MISSING,
-        "Steps between checkpoints.",
-        "N",
-        check=count(),
-        on_resume=MAY_CHANGE,
-        least=1,
+        MISSING, "Steps between checkpoints.", "N", check=count(), on_resume=MAY_CHANGE, least=1
     )
     optimizer: str = option(
         "adamw",
@@ -222,7 +175,7 @@ class Recipe:
         "NEFTune: noise on the embeddings while training, by this number; 5 to 15 are usual. "
         "Default: 0, none.",
         "ALPHA",
-        check=_check_alpha,
+        check=number(lambda alpha: 0 <= alpha < math.inf, "at least 0, such as 5", "g"),
         on_resume=FIXED,
         least=0,
     )
@@ -281,7 +234,7 @@ class Recipe:
         "how much a difference of two answers counts; with orpo: the weight of the preference "
         "beside the next token. Default: 0.1, with simpo 2.",
         "NUMBER",
-        check=_check_beta,
+        check=number(lambda beta: 0 < beta < math.inf, "above 0, such as 0.1"),
         on_resume=FIXED,
         least=0,
     )
@@ -289,7 +242,7 @@ class Recipe:
         1.0,
         "With --objective simpo: the reward by which the better answer is to lead. Default: 1.",
         "NUMBER",
-        check=_check_gamma,
+        check=number(lambda gamma: 0 <= gamma < math.inf, "at least 0, such as 1"),
         on_resume=FIXED,
         least=0,
     )
@@ -405,7 +358,6 @@ class Recipe:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
     @classmethod

@@ -137,11 +137,11 @@ def options_with(recipe: RecipeFile, given: Mapping[str, Any]) -> TrainOptions:
                 break
             # Without the culprit the next mistake comes to light.
             del values[name]
-            continue
-        break
-    if mistakes:
-        raise RecipeFileError(mistakes)
-    return options
+        else:
+            if not mistakes:
+                return options
+            break
+    raise RecipeFileError(mistakes)
 
 
 def recipe_text(options: TrainOptions) -> str:

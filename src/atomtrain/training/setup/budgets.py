@@ -14,7 +14,7 @@ from atomtrain.analysis import chain_of, layer_costs
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.head.head import split_head, with_head_of
 from atomtrain.analysis.layers.chain import Chain
-from atomtrain.data import Batch, SamplerConfig
+from atomtrain.data.sampler import Batch, SamplerConfig
 from atomtrain.engine.calibration.machines import budget_bytes, host_memory_bytes
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.gpus import names_gpu
@@ -70,6 +70,8 @@ def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions)
     if options.host_memory is not None:
         there_bytes = parse_bytes(options.host_memory, "--host-memory")
     if needed_bytes > there_bytes:
+        given = options.host_memory is not None
+        said = "" if given else f" ({host_memory()}, some room is left)"
         smaller = smaller_states(recipe.optimizer, *kind, spent=spent)
         would_fit = (
             f", or --optimizer {name}"
@@ -79,15 +81,10 @@ def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions)
         raise PlanError(
             f"training {recipe.model} ({format_count(parameter_count(outline))} parameters) takes "
             f"{format_bytes(needed_bytes)} of host memory, {format_bytes(there_bytes)} are there"
-            f"{_said(options)}; "
+            f"{said}; "
             f"choose a model of at most {format_count(there_bytes // each_bytes)} parameters, "
             f"--disk FOLDER{next(would_fit, '')}"
         )
-
-
-def _said(options: TrainOptions) -> str:
-    """Return where the host's memory is, unless the user has said how much there is."""
-    return "" if options.host_memory is not None else f" ({host_memory()}, some room is left)"
 
 
 def check_resident(outline: nn.Module, what: str) -> None:

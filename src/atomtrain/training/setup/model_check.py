@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from atomtrain.analysis.layers.checking import check_chain
 from atomtrain.analysis.layers.trace import MicroBatch, chain_of
-from atomtrain.data import Batch
+from atomtrain.data.sampler import Batch
 from atomtrain.engine.engine import Engine
 from atomtrain.errors import ConfigError
 from atomtrain.models.hugging_face import HuggingFaceConfig
@@ -45,11 +45,7 @@ _log = logging.getLogger("atomtrain.training")
 
 
 def check_model(
-    engine: Engine,
-    recipe: Recipe,
-    options: TrainOptions,
-    objective: Objective,
-    example: MicroBatch,
+    engine: Engine, recipe: Recipe, options: TrainOptions, objective: Objective, example: MicroBatch
 ) -> None:
     """Compare the layers' loss and gradients with the model's own, if that is wanted.
 

@@ -7,19 +7,21 @@ Targets of -100 do not count, and every target that does counts alike, in whiche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomtrain.data import Batch
+from atomtrain.data.examples import IGNORED
+from atomtrain.data.sampler import Batch
+from atomtrain.engine.execution.multi_device import DEVICE_NUMBER
 from atomtrain.models.gpt import places
 
-IGNORED = -100
-"""A target that does not count, as in Hugging Face's models."""
 MicroBatch = dict[str, Tensor]
 Said = Tensor | list[float]
 """What a loss says of each row of a micro-batch, beside its value."""
@@ -62,13 +64,11 @@ class _LossOnly:
     together = 1
 
     def listening(self) -> AbstractContextManager[list[Said]]:
-        """See `Objective`."""
         return nullcontext([])
 
     def numbers(
         self, heard: Sequence[Said], micro_batches: Sequence[MicroBatch]
     ) -> dict[str, float]:
-        """See `Objective`."""
         return {}
 
 
@@ -84,9 +84,11 @@ class OwnLoss(_LossOnly):
         return {"input_ids": batch.inputs, "documents": batch.documents}
 
     def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
-        """See `Objective`."""
         entries = {**self.inputs(batch), "labels": batch.labels}
-        return [_part(entries, rows) for rows in rows_of(batch, sequences)]
+        return [
+            {name: entry[rows] for name, entry in entries.items()}
+            for rows in rows_of(batch, sequences)
+        ]
 
 
 class NextToken(_LossOnly):
@@ -113,7 +115,6 @@ class NextToken(_LossOnly):
         return entries
 
     def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
-        """See `Objective`."""
         rows = rows_of(batch, sequences)
         # Losses of micro-batches are averaged: their mean is then that over all targets.
         counted = int((batch.labels != IGNORED).sum())
@@ -125,10 +126,45 @@ class NextToken(_LossOnly):
         ]
 
 
-def _part(entries: MicroBatch, rows: slice) -> MicroBatch:
-    return {name: entry[rows] for name, entry in entries.items()}
-
-
 def rows_of(batch: Batch, sequences: int) -> list[slice]:
     """Return the rows of each micro-batch of so many sequences."""
     return [slice(row, row + sequences) for row in range(0, len(batch.inputs), sequences)]
+
+
+class Hearing:
+    """The listening of an `Objective`, whose loss calls `hear`."""
+
+    def __init__(self) -> None:
+        self._heard: list[Said] | None = None
+        self._lock = threading.Lock()
+        self._devices: list[int] = []
+        """Which device each thing was heard from."""
+
+    def hear(self, said: Tensor) -> None:
+        """Keep what is said of a micro-batch's rows, `[B]`, if somebody listens.
+
+        Several devices may speak at the same time, each of micro-batches of its own in their order.
+        """
+        number = DEVICE_NUMBER.get()
+        with self._lock:
+            # Costs are found with tensors without data.
+            if self._heard is not None and type(said) is Tensor:
+                place = bisect_right(self._devices, number)
+                self._devices.insert(place, number)
+                # On a device that counts every byte what is kept must take none of it.
+                self._heard.insert(place, said.detach() if said.is_cuda else said.tolist())
+
+    @contextmanager
+    def listening(self) -> Iterator[list[Said]]:
+        """Yield a list that gets what is said of each micro-batch's rows, in order."""
+        heard: list[Said] = []
+        self._heard, self._devices = heard, []
+        try:
+            yield heard
+        finally:
+            self._heard = None
+
+
+def rows_heard(heard: Sequence[Said]) -> Tensor:
+    """Return what `Hearing.listening` gave as one tensor on the host, `[rows]` float32."""
+    return torch.cat([torch.as_tensor(part, dtype=torch.float32, device="cpu") for part in heard])

@@ -21,10 +21,10 @@ from atomtrain.errors import ConfigError
 from atomtrain.files import replacing
 from atomtrain.models.lora_config import NOTHING
 from atomtrain.progress import Progress
-from atomtrain.training.config.folders import make_directory
+from atomtrain.training.config.preflight import make_directory
 from atomtrain.training.config.recipe import Recipe
-from atomtrain.training.setup.hearing import rows_heard
-from atomtrain.training.setup.preference import DirectPreference
+from atomtrain.training.setup.objective import rows_heard
+from atomtrain.training.setup.objectives import DirectPreference
 from atomtrain.training.setup.texts import Text
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from atomtrain.checkpoint import Checkpoint
-from atomtrain.data import SamplerConfig
 from atomtrain.data.material import Draws
+from atomtrain.data.sampler import SamplerConfig
 from atomtrain.engine.api import swap
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.devices import open_devices
@@ -25,6 +25,7 @@ from atomtrain.engine.execution.compiled import require_compilable
 from atomtrain.engine.options import Options
 from atomtrain.engine.state.precision import PRECISIONS
 from atomtrain.errors import ConfigError
+from atomtrain.files import require_writable
 from atomtrain.models import HuggingFaceConfig, make_model, make_outline
 from atomtrain.models.image_text import check_features
 from atomtrain.models.neftune import with_noise
@@ -32,15 +33,15 @@ from atomtrain.progress import Progress
 from atomtrain.settings import chosen
 from atomtrain.swarm.packages import INSTALL, missing_packages
 from atomtrain.topology import allowed_cores
-from atomtrain.training.config.folders import (
+from atomtrain.training.config.new_recipe import make_optimizer, model_name
+from atomtrain.training.config.optimizing import precision_of
+from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.preflight import (
     FIRST_NAME,
     check_directory,
     make_directory,
     resumed_name,
 )
-from atomtrain.training.config.new_recipe import make_optimizer, model_name
-from atomtrain.training.config.optimizing import precision_of
-from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe, check_spending
 from atomtrain.training.setup.budgets import (
     Fit,
@@ -50,20 +51,11 @@ from atomtrain.training.setup.budgets import (
     example_of,
     find_fit,
 )
+from atomtrain.training.setup.gradients import GradientCollector, GradientFragments, step_of
 from atomtrain.training.setup.model_check import check_model, check_separation
 from atomtrain.training.setup.objective import MicroBatch, Objective
-from atomtrain.training.setup.objectives import objective_of
-from atomtrain.training.setup.preference import DirectPreference
-from atomtrain.training.setup.references import with_references
-from atomtrain.training.setup.sources import Source, averages_gradients, find_source
-from atomtrain.training.setup.state import restore, saved_swarm
-from atomtrain.training.setup.texts import Text, own_text
-from atomtrain.training.together.gradients import (
-    GradientCollector,
-    GradientFragments,
-    step_of,
-)
-from atomtrain.training.together.peering import (
+from atomtrain.training.setup.objectives import DirectPreference, objective_of
+from atomtrain.training.setup.peering import (
     EngineFragments,
     forget_peers,
     manifest_of,
@@ -72,7 +64,10 @@ from atomtrain.training.together.peering import (
     with_addresses,
     with_rules,
 )
-from atomtrain.views.plans.files import require_writable
+from atomtrain.training.setup.references import with_references
+from atomtrain.training.setup.sources import Source, averages_gradients, find_source
+from atomtrain.training.setup.state import restore, saved_swarm
+from atomtrain.training.setup.texts import Text, own_text
 
 if TYPE_CHECKING:
     from atomtrain.swarm import Swarm, SwarmState

@@ -12,21 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atomtrain.checkpoint import Checkpoint, load_latest
-from atomtrain.data import SamplerConfig, Tokenizer, read_tokenizer
+from atomtrain.data.sampler import SamplerConfig
+from atomtrain.data.tokenizer import Tokenizer, read_tokenizer
 from atomtrain.errors import AtomError, ConfigError, DataError, SwarmError
 from atomtrain.models.heads import with_head
 from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
 from atomtrain.progress import Progress
 from atomtrain.settings import MOST_COUNT
 from atomtrain.swarm.packages import missing_packages, require_swarm
-from atomtrain.training.config.folders import CHECKPOINTS, make_directory, remove_empty
 from atomtrain.training.config.new_recipe import amended, new_recipe
 from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.preflight import CHECKPOINTS, make_directory, remove_empty
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.loading import Weights
+from atomtrain.training.setup.peering import check_rules, knows_peers, swarm_config
 from atomtrain.training.setup.state import data_of, recipe_of
 from atomtrain.training.setup.texts import Text, read_labels, read_text
-from atomtrain.training.together.peering import check_rules, knows_peers, swarm_config
 
 if TYPE_CHECKING:
     from atomtrain.swarm import Swarm
@@ -61,19 +62,17 @@ def find_source(options: TrainOptions, run: str, name: str, directory: Path) -> 
         except BaseException:
             swarm.leave()
             raise
-    source = _new(options, new_recipe(options))
+    recipe = new_recipe(options)
+    if isinstance(recipe.sizes, HuggingFaceConfig):
+        source = _from_folder(options, recipe)
+    else:
+        source = Source(recipe, _text(options.data, options.validation, recipe, None))
     if options.epochs is None:
         return source
     steps = _steps_of(options.epochs, source, name)
     recipe = new_recipe(dataclasses.replace(options, epochs=None, steps=steps))
     recipe = dataclasses.replace(recipe, sizes=source.recipe.sizes)  # with labels
     return dataclasses.replace(source, recipe=recipe)
-
-
-def _new(options: TrainOptions, recipe: Recipe) -> Source:
-    if isinstance(recipe.sizes, HuggingFaceConfig):
-        return _from_folder(options, recipe)
-    return Source(recipe, _text(options.data, options.validation, recipe, None))
 
 
 def _steps_of(epochs: float, source: Source, name: str) -> int:

@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
-from atomtrain.data import Batch, Tokenizer, default_cache, open_tokens, read_corpus
 from atomtrain.data.chat import ChatTemplate, Encoder
-from atomtrain.data.corpus import Corpus, corpus_of_texts
+from atomtrain.data.corpus import Corpus, HoldOut, corpus_of_texts, read_corpus
 from atomtrain.data.dialogues import NoAnswerError, Plain, is_pair, understand, understand_judged
 from atomtrain.data.examples import Examples
 from atomtrain.data.labels import labels_in, understand_labelled
@@ -17,17 +16,18 @@ from atomtrain.data.material import (
     Draws,
     ExampleMaterial,
     Material,
+    Mixture,
     PairMaterial,
     TextMaterial,
 )
-from atomtrain.data.mixture import Mixture
 from atomtrain.data.picture_chat import PictureEncoder
-from atomtrain.data.preparing import cached_tokenizer
 from atomtrain.data.rows import SUFFIXES, Row, has_rows, read_rows
-from atomtrain.data.sampler import joined
-from atomtrain.data.split import HoldOut
+from atomtrain.data.sampler import Batch, joined
+from atomtrain.data.tokenizer import Tokenizer
+from atomtrain.data.tokens import cached_tokenizer, open_tokens
 from atomtrain.data.weighted import parse_weighted
 from atomtrain.errors import DataError
+from atomtrain.files import default_cache
 from atomtrain.models import HuggingFaceConfig, Sizes
 from atomtrain.models.heads import numbers_of_labels, padding_of
 from atomtrain.models.processor import Processor
@@ -63,7 +63,6 @@ class Text(NamedTuple):
 
     @property
     def named(self) -> str:
-        """The data in words."""
         return ", ".join(self.data) or "the demo corpus"
 
 
@@ -154,7 +153,9 @@ def read_text(
     return Text(
         tuple(data),
         validation,
-        checksums[0] if len(checksums) == 1 else _sha256(checksums),
+        checksums[0]
+        if len(checksums) == 1
+        else hashlib.sha256(" ".join(checksums).encode()).hexdigest(),
         reader.tokenizer,
         Mixture(materials[: len(weights)], weights, judged),
         sum(answered.skipped_rows for answered in reader.answered),
@@ -289,10 +290,6 @@ class _Reader:
     def _answered(self, spec: str) -> _Answered:
         self.answered.append(_Answered(spec, self._learns))
         return self.answered[-1]
-
-
-def _sha256(checksums: Sequence[str]) -> str:
-    return hashlib.sha256(" ".join(checksums).encode()).hexdigest()
 
 
 def own_text(material: Mixture, sampler: Draws, context: int, micro_batch: int) -> Batch:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from atomtrain.files import existing
 from atomtrain.units import format_bytes
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -40,6 +41,11 @@ class Finding:
     detail: str
     fix: str = ""
     """What to do, if it is not ok."""
+
+
+def _found(check: str, detail: str, fix: str | None, state: str = WARNING) -> Finding:
+    """Return a finding that is `state` if there is something to fix, else ok."""
+    return Finding(check, state, detail, fix) if fix else Finding(check, OK, detail)
 
 
 def examine(directory: Path, host: str, port: int) -> list[Finding]:
@@ -71,12 +77,10 @@ def _versions() -> Iterator[Finding]:
     text = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
     text = f"Python {platform.python_version()}, {text}"
     missing = [name for name, version in found.items() if version is None]
-    if missing:
-        yield Finding("versions", PROBLEM, text, f"pip install {' '.join(missing)}")
-    elif _number(str(torch.__version__)) < (2, 9):
-        yield Finding("versions", PROBLEM, text, "pip install 'torch>=2.9'")
-    else:
-        yield Finding("versions", OK, text)
+    fix = f"pip install {' '.join(missing)}" if missing else ""
+    if not missing and _number(str(torch.__version__)) < (2, 9):
+        fix = "pip install 'torch>=2.9'"
+    yield _found("versions", text, fix, PROBLEM)
 
 
 def _device() -> Iterator[Finding]:
@@ -89,11 +93,8 @@ def _device() -> Iterator[Finding]:
             free_bytes, all_bytes = torch.cuda.mem_get_info(index)
             name = torch.cuda.get_device_name(index)
             text = f"{name}, {format_bytes(free_bytes)} of {format_bytes(all_bytes)} free"
-            if free_bytes < all_bytes / 2:
-                fix = f"end what uses it ({listing()} lists it), or give a smaller --device-memory"
-                yield Finding(f"cuda:{index}", WARNING, text, fix)
-            else:
-                yield Finding(f"cuda:{index}", OK, text)
+            fix = f"end what uses it ({listing()} lists it), or give a smaller --device-memory"
+            yield _found(f"cuda:{index}", text, fix if free_bytes < all_bytes / 2 else None)
     elif driver_is_there():
         what, _, fix = why_none().partition("; ")
         yield Finding("device", PROBLEM, f"no GPU can be used: {what}", fix)
@@ -108,11 +109,8 @@ def _memory() -> Iterator[Finding]:
     free_bytes = memory.usable_bytes
     parameters = free_bytes // 16
     text = f"{memory}; enough for about {parameters / 1e9:.1f}B parameters with AdamW in float32"
-    if free_bytes < 2 * _GIB:
-        fix = "end other programs, or choose a small model"
-        yield Finding("memory", WARNING, text, fix)
-    else:
-        yield Finding("memory", OK, text)
+    fix = "end other programs, or choose a small model"
+    yield _found("memory", text, fix if free_bytes < 2 * _GIB else None)
     yield from _pinned(free_bytes)
 
 
@@ -141,9 +139,7 @@ def _pinned(free_bytes: int) -> Iterator[Finding]:
 
 
 def _disk(directory: Path) -> Iterator[Finding]:
-    place = directory.absolute()
-    while not place.exists():
-        place = place.parent
+    place = existing(directory)
     if not place.is_dir() or not os.access(place, os.W_OK):
         fix = "choose another --directory, or change its owner"
         yield Finding("disk", PROBLEM, f"{place} may not be written to", fix)
@@ -228,10 +224,8 @@ def _clock() -> Iterator[Finding]:
 def _limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{soft} files and sockets may be open"
-    if 0 <= soft < _LEAST_FILES:
-        yield Finding("open files", WARNING, text, f"ulimit -n {min(hard, 65536)}")
-    else:
-        yield Finding("open files", OK, text)
+    fix = f"ulimit -n {min(hard, 65536)}"
+    yield _found("open files", text, fix if 0 <= soft < _LEAST_FILES else None)
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > _SOCKET_FOLDER_MAX:
         text = f"{folder} has too long a name for sockets; /tmp is used"
@@ -239,10 +233,8 @@ def _limits() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0))
     busy = os.getloadavg()[0]
     text = f"{cores} cores, {busy:.1f} programs want one on average"
-    if busy > cores:
-        yield Finding("processor", WARNING, text, "other programs will slow training down")
-    else:
-        yield Finding("processor", OK, text)
+    fix = "other programs will slow training down"
+    yield _found("processor", text, fix if busy > cores else None)
 
 
 def _profile() -> Iterator[Finding]:
@@ -274,16 +266,10 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _number(version: str | None) -> tuple[int, int]:
-    parts = (version or "0.0").split("+")[0].split(".")
+def _number(version: str) -> tuple[int, int]:
+    parts = version.split("+", maxsplit=1)[0].split(".")
     digits = ["".join(filter(str.isdigit, part)) or "0" for part in [*parts, "0"][:2]]
     return int(digits[0]), int(digits[1])
-
-
-def _lines(path: Path) -> list[str]:
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return []
 
 
 def _write_rate(place: Path) -> float:

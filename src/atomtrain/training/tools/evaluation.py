@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 
 from atomtrain.checkpoint import open_checkpoint
-from atomtrain.data import Batch
 from atomtrain.data.examples import IGNORED
-from atomtrain.data.sampler import joined
+from atomtrain.data.sampler import Batch, joined
 from atomtrain.errors import ConfigError
 from atomtrain.models.hugging_face import HuggingFaceConfig
-from atomtrain.models.making import Sizes
 from atomtrain.training.config.recipe import PREFERENCES
-from atomtrain.training.setup.classification import Classification
-from atomtrain.training.setup.hearing import rows_heard
-from atomtrain.training.setup.objective import MicroBatch, NextToken, OwnLoss
-from atomtrain.training.setup.objectives import preference_of
-from atomtrain.training.setup.preference import PreferredAnswer, RewardModel
+from atomtrain.training.setup.objective import MicroBatch, NextToken, OwnLoss, rows_heard
+from atomtrain.training.setup.objectives import (
+    Classification,
+    PreferredAnswer,
+    RewardModel,
+    preference_of,
+)
 from atomtrain.training.setup.state import Trained, data_of, open_trained
 from atomtrain.training.setup.texts import Learns, Text, has_pairs, read_text
 
@@ -49,7 +49,7 @@ class PairEvaluation(NamedTuple):
     """How well a model prefers the better of two held-out answers."""
 
     loss: float
-    """Mean over pairs, nats; see `atomtrain.training.setup.preference`."""
+    """Mean over pairs, nats; see `atomtrain.training.setup.objectives`."""
     reward_accuracy: float
     reward_margin: float | None
     """`None` of judged answers that are all good, or none of them."""
@@ -105,21 +105,16 @@ def evaluate(
         return _judged(path, trained, named, validation, context, sequences)
     text = read_text(named, sizes, trained.tokenizer, packed=packed, validation=validation)
     _warn_of(text)
+    objective = NextToken() if isinstance(sizes, HuggingFaceConfig) else OwnLoss()
     total, targets, count = 0.0, 0, 0
     for batch in text.material.held_out(context, 1, sequences):
-        loss, counted = _summed(trained.model, _inputs(sizes, batch), batch)
+        loss, counted = _summed(trained.model, objective.inputs(batch), batch)
         total, targets, count = total + loss, targets + counted, count + len(batch.inputs)
     loss = total / max(1, targets)
     bits = text.material.bits_per_byte(context, loss)
     assert bits is not None
-    return Evaluation(
-        loss,
-        math.exp(min(loss, _MOST_LOSS)),
-        bits,
-        targets,
-        count,
-        context,
-    )
+    perplexity = math.exp(min(loss, _MOST_LOSS))
+    return Evaluation(loss, perplexity, bits, targets, count, context)
 
 
 def _warn_of(text: Text) -> None:
@@ -194,10 +189,6 @@ def _said(objective: PreferredAnswer, model: Any, batches: list[Batch]) -> torch
             [micro_batch] = objective.micro_batches(batch, len(batch.inputs))
             objective.loss(model(batch.inputs), micro_batch)
     return rows_heard(heard)
-
-
-def _inputs(sizes: Sizes, batch: Batch) -> MicroBatch:
-    return (NextToken() if isinstance(sizes, HuggingFaceConfig) else OwnLoss()).inputs(batch)
 
 
 def _summed(model: Any, inputs: MicroBatch, batch: Batch) -> tuple[float, int]:

@@ -28,42 +28,10 @@ _RATE = 1e-3
 MicroBatch = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is trained: small enough for a minute on two cores."""
-
-    layers: int = 8
-    width: int = 256
-    vocabulary: int = 4096
-    context: int = 128
-    micro_batches: int = 4
-    """Of each step, one sequence each."""
-    seed: int = 0
-
-    def model(self) -> GPT:
-        """Return the model, with a head of its own.
-
-        Of a weight that head and embedding share the engine adds the head's gradients first, and an
-        ordinary loop by turns: sums in another order are rounded differently.
-        """
-        torch.manual_seed(self.seed)
-        model = GPT(
-            GPTConfig(
-                layers=self.layers, width=self.width, heads=4, head_width=self.width // 4,
-                vocabulary=self.vocabulary, context=self.context,
-            )
-        )  # fmt: skip
-        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-        return model
-
-    def steps(self, count: int) -> list[list[MicroBatch]]:
-        """Return the micro-batches of so many steps, tokens drawn at random."""
-        generator = torch.Generator().manual_seed(self.seed)
-        shape = (count, self.micro_batches, 1, self.context + 1)
-        tokens = torch.randint(self.vocabulary, shape, generator=generator)
-        return [
-            [{"input_ids": one[:, :-1], "labels": one[:, 1:]} for one in step] for step in tokens
-        ]
+CONFIG = GPTConfig(layers=8, width=256, heads=4, head_width=64, vocabulary=4096, context=128)
+"""Of the model: small enough for a minute on two cores."""
+MICRO_BATCHES = 4
+"""Of each step, one sequence each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +60,7 @@ class Proof:
         return same_losses and self.swapped_hash == self.resident_hash and not self.differing
 
 
-def prove(
-    steps: int, device: str = "auto", device_memory: str | int | None = None,
-    subject: Subject | None = None,
-) -> Proof:  # fmt: skip
+def prove(steps: int, device: str = "auto", device_memory: str | int | None = None) -> Proof:
     """Train both ways.
 
     Args:
@@ -103,25 +68,23 @@ def prove(
         device: As for `swap`.
         device_memory: Budget; `None` is a quarter of the training state, and on a GPU what
             libraries take.
-        subject: Another model.
 
     Raises:
         ConfigError: a device or size that cannot be used.
         PlanError: the budget is too small for one layer.
     """
-    subject = subject or Subject()
-    swapped = subject.model()
+    swapped = _model()
     resident = copy.deepcopy(swapped)
     parameters = sum(p.numel() for p in swapped.parameters())
     state_bytes = _STATE_BYTES * parameters
-    budget = _usual_budget(device, state_bytes)
+    budget = state_bytes // 4 + (library_bytes() if names_gpu(device) else 0)
     if device_memory is not None:
         budget = parse_bytes(device_memory, "budget")
-    data = subject.steps(steps)
+    data = _data(steps)
     engine = swap(
         swapped, data[0][0], optimizer=_optimizer, device=device, device_memory=budget,
         options=Options(
-            micro_batches=subject.micro_batches, clip_norm=None, deterministic=True
+            micro_batches=MICRO_BATCHES, clip_norm=None, deterministic=True
         ),
     )  # fmt: skip
     with engine:  # ordinary training, too, is to find the kernels that it chooses
@@ -151,8 +114,23 @@ def prove(
     )
 
 
-def _usual_budget(device: str, state_bytes: int) -> int:
-    return state_bytes // 4 + (library_bytes() if names_gpu(device) else 0)
+def _model() -> GPT:
+    """Return the model, with a head of its own.
+
+    Of a weight that head and embedding share the engine adds the head's gradients first, and an
+    ordinary loop by turns: sums in another order are rounded differently.
+    """
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    return model
+
+
+def _data(steps: int) -> list[list[MicroBatch]]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (steps, MICRO_BATCHES, 1, CONFIG.context + 1)
+    tokens = torch.randint(CONFIG.vocabulary, shape, generator=generator)
+    return [[{"input_ids": one[:, :-1], "labels": one[:, 1:]} for one in step] for step in tokens]
 
 
 def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

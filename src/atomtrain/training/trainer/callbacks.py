@@ -83,11 +83,9 @@ class Progress(Callback):
         self._told_step = 0
 
     def on_train_begin(self, trainer: Training, course: Course) -> None:
-        """Begin to count."""
         self._told_step = course.step
 
     def on_step_end(self, trainer: Training, course: Course, loss: float) -> None:
-        """Write a line if it is time."""
         report = trainer.engine.last
         if report is None or (course.step % self._every_steps and course.step < course.steps):
             return
@@ -102,13 +100,11 @@ class Progress(Callback):
         sys.stdout.flush()
 
     def on_evaluate(self, trainer: Training, course: Course, loss: float) -> None:
-        """Write the loss."""
         sys.stdout.write(f"step {course.step} of {course.steps}: held-out loss {loss:.4f}\n")
         sys.stdout.flush()
 
 
 def tell_start(trainer: Training, events: EventLog) -> None:
-    """Tell how a training begins, and the plan that it follows."""
     engine = trainer.engine
     events.emit(
         "run_started",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,24 @@ from atomtrain.engine.calibration.step_times import StepTimes
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.options import Options
 from atomtrain.errors import CheckpointError, ConfigError
-from atomtrain.events import EventLog
+from atomtrain.events import EVENTS_FILE, EventLog
 from atomtrain.models.neftune import with_noise
 from atomtrain.optimizers import AdamW, decay_groups, layer_groups
 from atomtrain.optimizers.groups import set_learning_rate
 from atomtrain.training.config.optimizing import precision_of
 from atomtrain.training.setup.state import loss_scale_of, restore, shards_of
 from atomtrain.training.trainer.callbacks import Callback, Course, Progress, tell_start, tell_step
-from atomtrain.training.trainer.collating import names_in_forward, only, stacked, tokens_in
-from atomtrain.training.trainer.trainer_arguments import EPOCH, TrainerArguments, arguments_from
-from atomtrain.views.runs.files import EVENTS_FILE
-from atomtrain.views.runs.notebook import History, PlanView
-from atomtrain.views.runs.plan_event import tell_prediction, tell_timeline
+from atomtrain.training.trainer.trainer_arguments import (
+    EPOCH,
+    TrainerArguments,
+    arguments_from,
+    names_in_forward,
+    only,
+    stacked,
+    tokens_in,
+)
+from atomtrain.views.runs.picture import History, PlanView
+from atomtrain.views.runs.plan_event import tell_checkpoint, tell_prediction, tell_timeline
 
 CHECKPOINTS = "checkpoints"
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -99,17 +106,17 @@ class Trainer:
         drop = self.args.drop_unused and loss is None
         self._taken = names_in_forward(model) if drop else None
         self._processing = processing_class
-        self._optimizer, self._loss = optimizer, loss
+        self._swap = partial(
+            swap,
+            optimizer=optimizer or self._adamw,
+            device=device,
+            device_memory=device_memory,
+            loss=loss,
+        )
         self._callbacks = tuple(callbacks)
-        self._where = (device, device_memory)
         self._engine: Engine | None = None
         self.course = Course()
-        if train_dataset is None or len(train_dataset) < self._samples:
-            count = 0 if train_dataset is None else len(train_dataset)
-            raise ConfigError(
-                f"train_dataset has {count} samples; a step takes {self._samples} (micro_batch "
-                f"{self.args.micro_batch} times micro_batches {self.args.micro_batches})"
-            )
+        self._check_size()
         if self.args.log_every is not None:
             self._callbacks += (Progress(self._steps_of(self.args.log_every)),)
 
@@ -244,34 +251,30 @@ class Trainer:
     def _steps_an_epoch(self) -> int:
         return len(self._train) // self._samples
 
+    def _check_size(self) -> None:
+        count = 0 if self._train is None else len(self._train)
+        if count < self._samples:
+            raise ConfigError(
+                f"train_dataset has {count} samples; a step takes {self._samples} (micro_batch "
+                f"{self.args.micro_batch} times micro_batches {self.args.micro_batches})"
+            )
+
+    def _adamw(self, _: list[nn.Parameter]) -> torch.optim.Optimizer:
+        args = self.args
+        groups = decay_groups(self.model, args.weight_decay)
+        groups = layer_groups(self.model, groups, args.layer_lr_decay, args.learning_rate)
+        return AdamW(groups, lr=args.learning_rate, betas=args.betas, eps=args.epsilon)
+
     def _open(self) -> Engine:
         args = self.args
-        device, memory = self._where
         with_noise(self.model, args.neftune_noise_alpha or 0).train()
-
-        def adamw(_: list[nn.Parameter]) -> torch.optim.Optimizer:
-            groups = layer_groups(
-                self.model,
-                decay_groups(self.model, args.weight_decay),
-                args.layer_lr_decay,
-                args.learning_rate,
-            )
-            return AdamW(groups, lr=args.learning_rate, betas=args.betas, eps=args.epsilon)
-
-        return swap(
-            self.model,
-            self._batches(0)[0],
-            optimizer=self._optimizer or adamw,
-            device=device,
-            device_memory=memory,
-            loss=self._loss,
-            options=Options(
-                micro_batches=args.micro_batches,
-                clip_norm=args.clip_norm,
-                precision=precision_of(args.precision),
-                profile=args.profile,
-            ),
+        options = Options(
+            micro_batches=args.micro_batches,
+            clip_norm=args.clip_norm,
+            precision=precision_of(args.precision),
+            profile=args.profile,
         )
+        return self._swap(self.model, self._batches(0)[0], options=options)
 
     def _batches(self, step: int) -> list[Any]:
         """Return the micro-batches of a step: a pure function of the seed and its number."""
@@ -313,13 +316,7 @@ class Trainer:
             "loss_scale": loss_scale_of(self.engine),
         }
         path = save(folder / CHECKPOINTS, self.course.step, shards_of(self.engine), meta)
-        events.emit(
-            "checkpoint",
-            step=self.course.step,
-            path=str(path),
-            bytes=sum(file.stat().st_size for file in path.iterdir()),
-            duration_s=time.monotonic() - started_s,
-        )
+        tell_checkpoint(path, self.course.step, time.monotonic() - started_s, events)
         self._tell("on_save", path)
 
     def _resume(self, folder: Path, where: bool | str | Path) -> None:

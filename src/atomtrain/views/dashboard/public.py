@@ -30,7 +30,6 @@ class PublicSource:
     """Turns what another source tells into what everybody may see."""
 
     def __init__(self, source: Source) -> None:
-        """Follow `source` from its beginning."""
         self._source = source
         self.title = source.title
         self._abouts: dict[tuple[str, str], dict[str, Any]] = {}
@@ -38,7 +37,6 @@ class PublicSource:
         self._leaders: dict[str, Leaders] = {}
 
     def poll(self) -> list[Message]:
-        """Return what is new since the last call; never waits."""
         news: dict[tuple[str, ...], Message] = {}
         curves = []
         for message in self._source.poll():
@@ -49,7 +47,6 @@ class PublicSource:
         return [*news.values(), *curves]
 
     def snapshot(self) -> list[Message]:
-        """Return what a view needs to begin with."""
         return [
             *(Message("about", body) for body in self._abouts.values()),
             *(one for message in self._source.snapshot() for one in _public_curves(message)),

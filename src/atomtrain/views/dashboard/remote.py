@@ -54,7 +54,6 @@ class SwarmSource:
             )
 
     def poll(self) -> list[Message]:
-        """Return what is new since the last call; never waits."""
         with self._lock:
             answers, self._answers = self._answers, []
             news, self._news = self._news, []
@@ -70,13 +69,11 @@ class SwarmSource:
         return messages
 
     def snapshot(self) -> list[Message]:
-        """Return what a view needs to begin with."""
         rounds = list(self._rounds.values())
         told = [self._asked(rounds)] if rounds else []
         return [*told, *map(self._of_run, self._table.snapshot())]
 
     def close(self) -> None:
-        """Stop to ask."""
         self._stopped.set()
         self._thread.join(10)
 

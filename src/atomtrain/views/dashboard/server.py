@@ -105,7 +105,6 @@ class Hub:
         return [_sent(one) for one in (start, *self._source.snapshot(), Message("ready", {}))]
 
     def close(self) -> None:
-        """End all streams."""
         for queue in self._queues:
             _end(queue)
 

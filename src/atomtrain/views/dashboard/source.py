@@ -1,20 +1,22 @@
-"""Where views come from: the folders of a run, followed as its peers write to them.
+"""Where views come from: the folders of runs, followed as their peers write to them.
 
 A long file is read piece by piece, so that a page of long runs is there at once and fills.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
+from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from atomtrain.errors import ConfigError
-from atomtrain.events import Event, is_abandoned, is_deep
+from atomtrain.events import EVENTS_FILE, SWARM_FILE, Event, EventTail, is_abandoned, is_deep
 from atomtrain.views.dashboard.history import PeerHistory
-from atomtrain.views.runs.files import EVENTS_FILE, SWARM_FILE, EventTail
 
 _MOST_SWARM_BYTES = 64 << 20
 _KILLED = "its process ended without a word"
@@ -78,7 +80,6 @@ class FolderSource:
         self._ended: dict[str, str] = {}
 
     def poll(self) -> list[Message]:
-        """Return what is new since the last call; never waits."""
         messages = []
         newest = self._told
         for name, folder in self._peer_folders().items():
@@ -94,7 +95,6 @@ class FolderSource:
         return messages
 
     def snapshot(self) -> list[Message]:
-        """Return what a view needs to begin with."""
         messages = []
         for name, history in self.histories.items():
             messages.append(self._about(name, "events", {"events": clean(history.events())}))
@@ -223,3 +223,66 @@ def clean(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [clean(item) for item in value]
     return value
+
+
+def source_of(folders: Sequence[Path]) -> Source:
+    """Return what follows a run, or several.
+
+    Raises:
+        ConfigError: a folder is none of a run, of a peer, or of runs.
+    """
+    if len(folders) == 1 and not is_folder_of_runs(folders[0]):
+        return FolderSource(folders[0])
+    return RunsSource(folders)
+
+
+def is_folder_of_runs(folder: Path) -> bool:
+    """Return whether there are runs in a folder, rather than peers or nothing."""
+    return any(folder.glob(f"*/*/{EVENTS_FILE}"))
+
+
+class RunsSource:
+    """Follows several runs; those that come into a folder of runs are taken in."""
+
+    def __init__(self, targets: Sequence[Path]) -> None:
+        """Follow what is there, and what comes.
+
+        Raises:
+            ConfigError: a target is no folder of a run, of a peer, or of runs.
+        """
+        self.title = ", ".join(dict.fromkeys(target.absolute().name for target in targets))
+        self._parents = [target for target in targets if is_folder_of_runs(target)]
+        self._sources: dict[Path, FolderSource] = {}
+        for target in targets:
+            if target not in self._parents:
+                self._take(target)
+        self._look()
+
+    @property
+    def sources(self) -> list[FolderSource]:
+        """The runs, in the order in which they were found; each has a title of its own."""
+        return [*self._sources.values()]
+
+    def poll(self) -> list[Message]:
+        self._look()
+        return [message for source in self.sources for message in source.poll()]
+
+    def snapshot(self) -> list[Message]:
+        return [message for source in self.sources for message in source.snapshot()]
+
+    def _look(self) -> None:
+        for parent in self._parents:
+            for folder in sorted(path for path in parent.glob("*") if path.is_dir()):
+                with contextlib.suppress(ConfigError):  # it holds no run, perhaps not yet
+                    self._take(folder)
+
+    def _take(self, folder: Path) -> None:
+        key = folder.resolve()
+        if key in self._sources:
+            return
+        source = FolderSource(folder)
+        taken = {other.title for other in self._sources.values()}
+        names = (f"{source.title} ({number})" for number in count(2))
+        if source.title in taken:
+            source.title = next(name for name in names if name not in taken)
+        self._sources[key] = source

@@ -19,7 +19,7 @@ from atomtrain.events import Event
 from atomtrain.units import format_count, format_seconds
 from atomtrain.views.dashboard.source import FolderSource
 from atomtrain.views.runs import event_text
-from atomtrain.views.runs.peer_view import PeerView
+from atomtrain.views.runs.display import PeerView
 
 _POLL_S = 0.5
 _CURVE_LINES = 8
@@ -79,7 +79,6 @@ class Watch(App[None]):
         self._views: dict[str, PeerView] = {}
 
     def compose(self) -> ComposeResult:
-        """Lay out the view."""
         with VerticalScroll():
             yield Static(id="head", markup=False)
             with Horizontal(id="curves"):
@@ -91,14 +90,12 @@ class Watch(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to follow the files."""
         self.query_one("#peers", DataTable).add_columns(*_COLUMNS)
         self._laid_out = True
         self._follow()
         self.set_interval(_POLL_S, self._follow)
 
     def action_turn(self, by: int) -> None:
-        """Show another peer's curves."""
         self._shown += by
         self._draw()
 
@@ -238,9 +235,8 @@ def bars(spans: Sequence[Sequence[object]], width: int) -> list[Bar]:
         for _, label, start_s, stop_s in sorted(s for s in kept if s[0] == name):
             mark = PHASE_MARKS.get(label.partition(" ")[0], _OTHER_MARK)
             at = min(width - 1, int(scale * (start_s - zero_s)))
-            cells[at : max(at + 1, round(scale * (stop_s - zero_s)))] = [mark] * (
-                max(at + 1, round(scale * (stop_s - zero_s))) - at
-            )
+            end = max(at + 1, round(scale * (stop_s - zero_s)))
+            cells[at:end] = [mark] * (end - at)
         for _, _, start_s, stop_s in sorted((s for s in kept if s[0] == name), key=lambda s: s[2]):
             busy_s += max(0.0, stop_s - max(start_s, reached_s))
             reached_s = max(reached_s, stop_s)

@@ -16,8 +16,7 @@ from atomtrain.planning.catalogue import DEVICE_MEMORY_SHARE, GPUS
 from atomtrain.planning.plan.disk import kinds_for
 from atomtrain.planning.plan.updating import two_moments
 from atomtrain.planning.search.batch_search import Analysis, Compute, Prospect, prospect
-from atomtrain.views.plans.place import compute_of
-from atomtrain.views.plans.subject import Subject
+from atomtrain.views.plans.subject import Subject, compute_of
 
 STREAM_FIELDS = ("compute_s", "load_s", "unload_s", "update_s", "disk_s")
 _ENDLESS_BYTES = 1 << 59
@@ -66,7 +65,6 @@ class Report:
         return {name[:-2]: getattr(plan, name) / plan.step_s for name in fields}
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         found, card = self.prospect, self.setting.card
         return {
             "model": self.model,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from atomtrain.planning.plan.plan import Plan, disk_text, saved_text
 from atomtrain.planning.search.batch_search import Prospect
-from atomtrain.units import format_bytes, format_count, format_seconds
-from atomtrain.views.plans.picture import Caption
+from atomtrain.units import counted, format_bytes, format_count, format_seconds
 from atomtrain.views.plans.report import Report
+from atomtrain.views.plans.step import Caption
 
 _KEY_COLUMNS = 12
 _MOST_NAMES = 6
@@ -56,11 +56,6 @@ def bounds_text(bounds: Sequence[int]) -> str:
     least, most = min(sizes), max(sizes)
     layers = f"{most}" if least == most else f"{least} to {most}"
     return f"{len(sizes)} of {layers} {'layer' if most == 1 else 'layers'}"
-
-
-def resident_names(found: Prospect) -> list[str]:
-    """Return the names of the resident blocks."""
-    return block_names(found, found.plan.resident_blocks)
 
 
 def block_names(found: Prospect, blocks: Sequence[int]) -> list[str]:
@@ -125,8 +120,6 @@ def _memory(report: Report) -> list[tuple[str, str]]:
 
 def _schedule(report: Report) -> list[tuple[str, str]]:
     plan, found = report.prospect.plan, report.prospect
-    sequences = "sequence" if found.micro_batch == 1 else "sequences"
-    batches = "micro-batch" if plan.micro_batches == 1 else "micro-batches"
     forward = ""
     if len(plan.forward_bounds) > 1:
         forward = f"; forward {bounds_text(plan.forward_bounds)}, then the turn"
@@ -148,8 +141,8 @@ def _schedule(report: Report) -> list[tuple[str, str]]:
     rows.append(
         (
             "step",
-            f"{found.tokens_per_step:,} tokens: {plan.micro_batches} {batches} of "
-            f"{found.micro_batch} {sequences}"
+            f"{found.tokens_per_step:,} tokens: {counted(plan.micro_batches, 'micro-batch', 'es')} "
+            f"of {counted(found.micro_batch, 'sequence')}"
             f"{'' if found.devices == 1 else f' on each of {found.devices} devices'}",
         )
     )
@@ -158,16 +151,17 @@ def _schedule(report: Report) -> list[tuple[str, str]]:
 
 def _slots(plan: Plan) -> str:
     where = "on the device" if plan.boundary == "device" else "on the host"
-    buffers = "buffer" if plan.gradient_buffers == 1 else "buffers"
+    buffers = counted(plan.gradient_buffers, "gradient buffer")
     return (
-        f"{plan.slots} of {format_bytes(plan.slot_bytes)}, {plan.gradient_buffers} gradient "
-        f"{buffers} of {format_bytes(plan.gradient_bytes)}; values between segments wait {where}"
+        f"{plan.slots} of {format_bytes(plan.slot_bytes)}, {buffers} of "
+        f"{format_bytes(plan.gradient_bytes)}; values between segments wait {where}"
     )
 
 
 def _speed(report: Report) -> list[tuple[str, str]]:
     plan, found = report.prospect.plan, report.prospect
     whose = "device's" if found.devices == 1 else "devices'"
+    scale, unit = (1e12, "TFLOP/s") if report.peak_flops_per_s >= 1e12 else (1e9, "GFLOP/s")
     rows = [
         (
             "speed",
@@ -176,15 +170,12 @@ def _speed(report: Report) -> list[tuple[str, str]]:
         ),
         (
             "useful",
-            f"{100 * report.peak_share:.0f}% of the {whose} {_flops(report.peak_flops_per_s)}",
+            f"{100 * report.peak_share:.0f}% of the {whose} "
+            f"{report.peak_flops_per_s / scale:.3g} {unit}",
         ),
     ]
     shares = ", ".join(f"{name} {100 * share:.1f}%" for name, share in report.busy_shares.items())
     return [*rows, ("bound by", plan.bound), ("busy", shares)]
-
-
-def _flops(rate: float) -> str:
-    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
 
 
 def _advice(report: Report) -> list[str]:

@@ -44,10 +44,7 @@ def tell_prediction(engine: Engine, times: StepTimes, events: EventLog) -> None:
     if is_off(predicted_s, measured_s) and engine.planner.options.profile:
         doubted = doubt_profile(engine.device)
     events.emit(
-        "prediction",
-        predicted_step_s=predicted_s,
-        step_s=measured_s,
-        profiles_anew=doubted,
+        "prediction", predicted_step_s=predicted_s, step_s=measured_s, profiles_anew=doubted
     )
 
 
@@ -66,6 +63,12 @@ def measured_of(engine: Engine) -> dict[str, float | None]:
         "host_resident_bytes": _resident_bytes(),
         "gradient_norm": engine.gradient_norm,
     }
+
+
+def tell_checkpoint(path: Path, step: int, duration_s: float, events: EventLog) -> None:
+    """Tell of a checkpoint that has been written."""
+    size_bytes = sum(file.stat().st_size for file in path.iterdir())
+    events.emit("checkpoint", step=step, path=str(path), bytes=size_bytes, duration_s=duration_s)
 
 
 def _resident_bytes() -> int | None:

@@ -16,7 +16,7 @@ from atomtrain.errors import ConfigError
 from atomtrain.swarm.anchors.updates import AdamWUpdate, OuterUpdate, Place, Update
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.agenda import Agenda
-from atomtrain.training.together.gradients import GradientCollector
+from atomtrain.training.setup.gradients import GradientCollector
 from tests.support.swarm_configs import swarm_config
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
 

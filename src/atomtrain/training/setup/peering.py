@@ -58,7 +58,6 @@ class EngineFragments:
 
     @property
     def elements(self) -> tuple[int, ...]:
-        """Elements of each fragment."""
         each_bytes = self._engine.element_bytes
         return tuple((stop - start) // each_bytes for start, stop in self._ranges)
 
@@ -202,7 +201,6 @@ def _rules(options: TrainOptions, steps_per_round: int, fragments: int) -> Rules
 
 
 def knows_peers(run: str, folder: Path) -> bool:
-    """Say whether the folder of a run holds a list of its peers."""
     from atomtrain.swarm.membership.known_peers import PEERS_FILE, KnownPeers
 
     return len(KnownPeers(run, folder / PEERS_FILE)) > 0
@@ -247,7 +245,11 @@ def check_rules(options: TrainOptions, rules: Rules, run: str) -> None:
     Raises:
         ConfigError: says which; otherwise it would have no effect, without a word.
     """
-    fixed = {ours: _said(rules, theirs) for ours, theirs in asked_of(options, Rules)}
+    fixed: dict[str, Any] = {
+        # A rule of 0 may have a name.
+        ours: getattr(rules, theirs) or declared(Rules, theirs).metadata.get("zero", 0)
+        for ours, theirs in asked_of(options, Rules)
+    }
     fixed["outer"] = "nesterov" if rules.outer_momentum else "mean"
     wrong = [
         f"--{name} {given} contradicts the run {run!r}, which has {name} {value}"
@@ -264,11 +266,6 @@ def check_rules(options: TrainOptions, rules: Rules, run: str) -> None:
         )
     if wrong:
         raise ConfigError(f"{wrong[0]} from who started it; leave the option out")
-
-
-def _said(rules: Rules, name: str) -> Any:
-    """Return a rule, or what one of 0 is called."""
-    return getattr(rules, name) or declared(Rules, name).metadata.get("zero", 0)
 
 
 def manifest_of(

@@ -17,7 +17,7 @@ from atomtrain.engine.engine import Engine
 from atomtrain.optimizers import decay_groups
 from atomtrain.training.config.optimizing import BETAS
 from atomtrain.training.config.recipe import Recipe
-from atomtrain.training.together.peering import EngineFragments
+from atomtrain.training.setup.peering import EngineFragments
 
 if TYPE_CHECKING:
     from atomtrain.swarm.anchors.updates import AdamWUpdate
@@ -30,12 +30,10 @@ class GradientCollector(torch.optim.Optimizer):
     """Adds gradients up in float32 and leaves the parameters alone."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Collect for `parameters`."""
         super().__init__(parameters, {"lr": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Add the present gradients."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -46,11 +44,9 @@ class GradientCollector(torch.optim.Optimizer):
                 state[_SUM].add_(parameter.grad)
 
     def state_bytes_of(self, parameter: Tensor) -> int:
-        """Return the bytes of a parameter's sum."""
         return _FLOAT32_BYTES * parameter.numel()
 
     def scratch_bytes(self, *, on_gpu: bool = False) -> int:
-        """Return the bytes needed besides: none."""
         return 0
 
 
@@ -58,7 +54,6 @@ class GradientFragments(EngineFragments):
     """The whole model as one fragment, with its mean gradient."""
 
     def __init__(self, engine: Engine) -> None:
-        """Collect from an engine whose optimizer is a `GradientCollector`."""
         super().__init__(engine, most=1)
         self._steps = 0
 

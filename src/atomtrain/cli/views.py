@@ -1,4 +1,4 @@
-"""`atom dashboard`: a web page of a run."""
+"""A run to look at: `atom dashboard` in the browser, `atom watch` in the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from atomtrain.settings import check_port, option
 if TYPE_CHECKING:
     from atomtrain.views.dashboard.source import Source
 
-_EXAMPLES = """\
+
+_DASHBOARD_EXAMPLES = """\
   atom dashboard runs/mine                 all peers of a run on this machine
   atom dashboard runs/mine/peer-0          one of them, and the swarm as it sees it
   atom dashboard runs/a runs/b             several runs side by side; or a folder of runs
@@ -30,8 +31,6 @@ _LOCAL = frozenset(("127.0.0.1", "localhost", "::1"))
 
 @dataclass(frozen=True, kw_only=True)
 class DashboardOptions:
-    """What a user can say to `atom dashboard`."""
-
     target: tuple[str, ...] = option(
         None,
         "Folders of runs or of peers, a folder of runs, or RUN@ADDRESS of any peer of a swarm.",
@@ -43,9 +42,7 @@ class DashboardOptions:
         "path or message is sent.",
     )
     host: str = option(
-        "127.0.0.1",
-        "IP address to listen on. Beyond this machine a token is asked for.",
-        "IP",
+        "127.0.0.1", "IP address to listen on. Beyond this machine a token is asked for.", "IP"
     )
     port: int = option(8686, "TCP port to listen on; 0 is any free one.", "N")
     run_key: Path | None = option(
@@ -72,14 +69,13 @@ class DashboardOptions:
         return ipaddress.ip_address(self.host).is_loopback
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code."""
+def run_dashboard(arguments: Sequence[str]) -> int:
     options = parse(
         DashboardOptions,
         arguments,
         prog="atom dashboard",
         about="Show a run in the browser: loss, speed, timeline, memory, swarm and plan.",
-        examples=_EXAMPLES,
+        examples=_DASHBOARD_EXAMPLES,
         positional=("target",),
     )
     from atomtrain.views.dashboard.server import application, missing_extra
@@ -116,7 +112,7 @@ def _source(options: DashboardOptions) -> Source:
 
 
 def _whole_source(options: DashboardOptions) -> Source:
-    from atomtrain.views.dashboard.several import source_of
+    from atomtrain.views.dashboard.source import source_of
 
     addresses = [target for target in options.target if "@" in target and not Path(target).is_dir()]
     if not addresses:
@@ -150,3 +146,40 @@ def _listening(options: DashboardOptions) -> socket.socket:
             "--host or --port (0 is any free one)"
         ) from error
     return listener
+
+
+_WATCH_EXAMPLES = """\
+  atom watch runs/mine              all peers of a run on this machine
+  ssh -t host atom watch runs/mine  on another one"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    target: Path = option(None, "Folder of a run or of a peer.", "FOLDER")
+
+
+def run_watch(arguments: Sequence[str]) -> int:
+    options = parse(
+        WatchOptions,
+        arguments,
+        prog="atom watch",
+        about="Show a run in the terminal: loss, speed, the last recorded step, peers.",
+        examples=_WATCH_EXAMPLES,
+        positional=("target",),
+    )
+    from atomtrain.views.dashboard.source import FolderSource
+
+    source = FolderSource(options.target)
+    if not sys.stdout.isatty():
+        raise ConfigError(
+            "'atom watch' needs a terminal; 'atom dashboard' shows the run in a browser"
+        )
+    try:
+        from atomtrain.views.dashboard.terminal import Watch
+    except ImportError as error:
+        raise ConfigError(
+            f"'atom watch' needs a package that is not installed ({error}); run "
+            "pip install 'atomtrain[watch]'"
+        ) from error
+    Watch(source).run()
+    return 0

@@ -1,17 +1,25 @@
-"""Draws a step: what each stream does when, coloured by phase."""
+"""Draws a step, what each stream does when: as a picture, and as a trace.
+
+ui.perfetto.dev and chrome://tracing open a trace. Format: "Trace Event Format" (Google, 2016): an
+object with `traceEvents`; complete events (`ph` is `X`) with `ts` and `dur` in microseconds,
+metadata events (`M`) that name processes and threads. One process is one account of a step
+(predicted, measured), one thread is one stream.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from atomtrain.files import replacing_named
 from atomtrain.planning.cost.timeline import Span
-from atomtrain.views.plans.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 ROWS = {
     "load": "load\nparameters",
@@ -63,7 +71,7 @@ def step_picture(spans: Sequence[Span], caption: Caption, target: Path) -> Path:
         ConfigError: the file cannot be written.
     """
     figure = step_figure(spans, caption)
-    with replacing(target) as temporary:
+    with replacing_named(target) as temporary:
         figure.savefig(temporary, format="png", dpi=160)
     return target
 
@@ -122,21 +130,12 @@ def _beside(
     offset_points: tuple[int, int],
 ) -> None:
     panel.annotate(
-        text,
-        place,
-        xycoords=system,
-        xytext=offset_points,
-        textcoords="offset points",
-        color="0.3",
+        text, place, xycoords=system, xytext=offset_points, textcoords="offset points", color="0.3"
     )
 
 
 def _label_row(
-    panel: Axes,
-    row: int,
-    spans: Sequence[Span],
-    bars: Sequence[tuple[float, float]],
-    length: float,
+    panel: Axes, row: int, spans: Sequence[Span], bars: Sequence[tuple[float, float]], length: float
 ) -> bool:
     """Write the layers into the bars that are wide enough; return whether there are any."""
     points = 72 * _PANEL_SHARE * _SIZE_INCHES[0] / length
@@ -205,3 +204,68 @@ def _legend(figure: Figure, spans: Sequence[Span]) -> None:
         figure.legend(
             handles=patches, loc="outside lower center", ncols=len(patches), frameon=False
         )
+
+
+STREAMS = ("compute", "load", "fetch", "unload", "save", "read", "update", "write")
+"""In the order in which they are shown."""
+_US_PER_S = 1e6
+
+
+class Account(NamedTuple):
+    """One account of a step, shown as a process."""
+
+    name: str
+    """Such as `"predicted"`."""
+    spans: Sequence[Span]
+    """Times from any common zero."""
+
+
+def trace(accounts: Sequence[Account], about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the trace as JSON values.
+
+    Args:
+        accounts: Shown one below the other; each starts at 0.
+        about: What the trace is of; for people.
+    """
+    events: list[dict[str, Any]] = []
+    for process, account in enumerate(accounts, 1):
+        streams = sorted({span.stream for span in account.spans}, key=_place)
+        events.append(_named("process_name", process, 0, name=account.name))
+        events.append(_named("process_sort_index", process, 0, sort_index=process))
+        for stream in streams:
+            thread = _place(stream) + 1
+            events.append(_named("thread_name", process, thread, name=stream))
+            events.append(_named("thread_sort_index", process, thread, sort_index=thread))
+        zero_s = min((span.start_s for span in account.spans), default=0.0)
+        events += [_complete(span, process, zero_s) for span in account.spans]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
+
+
+def write_trace(path: Path, accounts: Sequence[Account], about: Mapping[str, Any]) -> None:
+    """Write the trace to a file; an existing one is replaced at once or not at all.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    with replacing_named(path) as temporary:
+        temporary.write_text(json.dumps(trace(accounts, about)) + "\n", encoding="utf-8")
+
+
+def _complete(span: Span, process: int, zero_s: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span.label,
+        "cat": span.stream,
+        "pid": process,
+        "tid": _place(span.stream) + 1,
+        "ts": (span.start_s - zero_s) * _US_PER_S,
+        "dur": max(0.0, span.end_s - span.start_s) * _US_PER_S,
+    }
+
+
+def _named(kind: str, process: int, thread: int, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": arguments}
+
+
+def _place(stream: str) -> int:
+    return STREAMS.index(stream)
