@@ -14,6 +14,16 @@ from typing import Any, TextIO
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
+EVENTS_FILE = "events.jsonl"
+"""Everything that happened to a peer."""
+SWARM_FILE = "swarm.json"
+"""What a peer knows of the others at present; replaced as a whole."""
+PICTURE_FILE = "loss.png"
+RECIPE_FILE = "recipe.yaml"
+"""The options that a peer was last started with."""
+_MOST_LINE_BYTES = 64 << 20
+_NO_EVENT = b"["
+"""Stands for the beginning of a line that is too long: however it ends, it is not an object."""
 SILENT_S = 10.0
 """How long nothing was added to a file whose writer has gone: copies of a folder have no writer."""
 
@@ -120,19 +130,6 @@ def _ends_in_mid_line(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-EVENTS_FILE = "events.jsonl"
-"""Everything that happened."""
-SWARM_FILE = "swarm.json"
-"""What this peer knows of the others at present; replaced as a whole."""
-PICTURE_FILE = "loss.png"
-RECIPE_FILE = "recipe.yaml"
-"""The options that the peer was last started with."""
-
-_MOST_LINE_BYTES = 64 << 20
-_NO_EVENT = b"["
-"""Stands for the beginning of a line that is too long: however it ends, it is not an object."""
-
-
 class EventTail:
     """Reads the events that were added to a file since the last call.
 
@@ -168,12 +165,8 @@ class EventTail:
         return [event for line in lines if (event := self._parse(line)) is not None]
 
     def _parse(self, line: bytes) -> Event | None:
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            self.skipped += 1
-            return None
-        if isinstance(event, dict) and isinstance(event.get("event"), str) and not is_deep(event):
+        event = _parsed(line)
+        if event is not None and isinstance(event["event"], str) and not is_deep(event):
             return event
         self.skipped += 1
         return None

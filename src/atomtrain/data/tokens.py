@@ -261,8 +261,6 @@ def _remove_stale(cache: Path) -> None:
 
 TOKENIZER_SAMPLE_CHARACTERS = 32 * 1024 * 1024
 
-_logger = logging.getLogger(__name__)
-
 
 class Prepared(NamedTuple):
     """What training needs of a corpus."""

@@ -18,9 +18,10 @@ from atomtrain.errors import ConfigError, SwarmError, nearest
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import OBJECTIVES, PREFERENCES
 
-_SEPARATOR = "@"
-_LAN = "lan"
-"""Begins what asks the local network for a run."""
+SEPARATOR = "@"
+"""Between the run's name and the peer's address in the line that others paste."""
+LAN = "lan"
+"""In the place of an address: whoever answers on the local network."""
 _IP4 = re.compile(r"/ip4/([^/]*)/")
 
 
@@ -134,17 +135,22 @@ def _check_folder(options: TrainOptions) -> None:
         check_directory(run / (options.name or by_itself), resume=options.resume)
 
 
+def entries_of(options: TrainOptions) -> list[str]:
+    """Return what was given with `--join`, lists taken apart."""
+    return [entry.strip() for pasted in options.join for entry in pasted.split(",")]
+
+
 def _check_addresses(options: TrainOptions) -> None:
     """Refuse addresses that name no run, and one whose IP address is none."""
-    entries = [entry.strip() for pasted in options.join for entry in pasted.split(",")]
-    named = options.run is not None or any(_SEPARATOR in entry for entry in entries)
-    if entries and not named and not any(entry.startswith(_LAN) for entry in entries):
+    entries = entries_of(options)
+    named = options.run is not None or any(SEPARATOR in entry for entry in entries)
+    if entries and not named and not any(entry.startswith(LAN) for entry in entries):
         raise SwarmError(
             "which run to join is not clear (no name given); paste the whole line that a peer of "
             "the run prints: atom train --join RUN@ADDRESS"
         )
     for entry in entries:
-        address = entry.rpartition(_SEPARATOR)[2]
+        address = entry.rpartition(SEPARATOR)[2]
         found = _IP4.match(address)
         if found is None:
             continue

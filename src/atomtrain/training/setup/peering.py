@@ -18,6 +18,7 @@ from atomtrain.swarm.membership.config import SwarmConfig, relay_limit_of
 from atomtrain.swarm.membership.rules import Rules
 from atomtrain.swarm.transport.endpoint import Endpoint
 from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.preflight import LAN, SEPARATOR, entries_of
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.units import parse_rate
 
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
 
     from atomtrain.swarm import Manifest
 
-SEPARATOR = "@"
-"""Between the run's name and the peer's address in the line that others paste."""
-LAN = "lan"
-"""In the place of an address: whoever answers on the local network."""
 _FEW_FRAGMENTS = 4
 _LARGEST_FRAGMENT_BYTES = 2 << 30
 
@@ -120,7 +117,7 @@ def with_addresses(options: TrainOptions) -> TrainOptions:
     Raises:
         SwarmError: the local network has no such run, or several.
     """
-    entries = [entry.strip() for pasted in options.join for entry in pasted.split(",")]
+    entries = entries_of(options)
     if LAN not in entries:
         return dataclasses.replace(options, join=tuple(entries))
     from atomtrain.swarm.membership import lan

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.checkpoint import load_latest, open_checkpoint, save
+from atomtrain.checkpoint.reader import CHECKPOINTS_FOLDER
 from atomtrain.engine.api import swap
 from atomtrain.engine.calibration.step_times import StepTimes
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.options import Options
+from atomtrain.engine.updates.optimizer import OptimizerFactory
 from atomtrain.errors import CheckpointError, ConfigError
 from atomtrain.events import EVENTS_FILE, EventLog
 from atomtrain.models.neftune import with_noise
@@ -40,8 +42,6 @@ from atomtrain.training.trainer.trainer_arguments import (
 from atomtrain.views.runs.picture import History, PlanView
 from atomtrain.views.runs.plan_event import tell_checkpoint, tell_prediction, tell_timeline
 
-CHECKPOINTS = "checkpoints"
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Collate = Callable[[list[Any]], Any]
 
 
@@ -315,13 +315,13 @@ class Trainer:
             "tokens": self.course.tokens,
             "loss_scale": loss_scale_of(self.engine),
         }
-        path = save(folder / CHECKPOINTS, self.course.step, shards_of(self.engine), meta)
+        path = save(folder / CHECKPOINTS_FOLDER, self.course.step, shards_of(self.engine), meta)
         tell_checkpoint(path, self.course.step, time.monotonic() - started_s, events)
         self._tell("on_save", path)
 
     def _resume(self, folder: Path, where: bool | str | Path) -> None:
         if isinstance(where, bool):
-            checkpoint = load_latest(folder / CHECKPOINTS)
+            checkpoint = load_latest(folder / CHECKPOINTS_FOLDER)
         else:
             checkpoint = open_checkpoint(Path(where))
         restore(self.engine, checkpoint)
