@@ -31,7 +31,7 @@ from atomtrain.planning.search import choice as choice_module
 from atomtrain.planning.search import search as search_module
 from atomtrain.planning.search.activation_dp import Mixed
 from atomtrain.planning.search.choice import AS_FAST, Choice, fastest_of, leanest_of
-from atomtrain.planning.search.minimum_memory import least_device_bytes
+from atomtrain.planning.search.memory_limit import least_device_bytes
 from atomtrain.planning.search.slot_sizes import Mixing
 from atomtrain.planning.search.space import Space
 from tests.support.planning_models import check_shape

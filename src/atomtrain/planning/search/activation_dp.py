@@ -28,7 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atomtrain.planning.plan.shape import Activation, Phase, Shape
-from atomtrain.planning.search.activation_budget import (
+from atomtrain.planning.search.dp_state import SLACK, Clocks
+from atomtrain.planning.search.memory_limit import (
     CHOICES,
     KEEP,
     OFFLOAD,
@@ -37,7 +38,6 @@ from atomtrain.planning.search.activation_budget import (
     Rooms,
     Saving,
 )
-from atomtrain.planning.search.dp_state import SLACK, Clocks
 from atomtrain.planning.search.pareto_front import (
     ABOVE,
     AHEAD,

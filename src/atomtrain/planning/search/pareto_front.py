@@ -18,7 +18,6 @@ from atomtrain.planning.cost.costing import Costing
 from atomtrain.planning.cost.tables import VisitTable
 from atomtrain.planning.cost.timeline import DiskWork
 from atomtrain.planning.plan.shape import Activation, Phase
-from atomtrain.planning.search.activation_budget import CHOICES, OFFLOAD
 from atomtrain.planning.search.dp_state import (
     CLOCKS,
     COMPUTE,
@@ -30,6 +29,7 @@ from atomtrain.planning.search.dp_state import (
     Lasting,
     undominated,
 )
+from atomtrain.planning.search.memory_limit import CHOICES, OFFLOAD
 from atomtrain.planning.search.space import Family
 
 Array = NDArray[np.float64]

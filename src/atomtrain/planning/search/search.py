@@ -28,7 +28,7 @@ from atomtrain.planning.plan.disk import choices
 from atomtrain.planning.plan.machine import Machine
 from atomtrain.planning.plan.plan import Plan, Request
 from atomtrain.planning.search.choice import AS_FAST, Choice, rank_of
-from atomtrain.planning.search.minimum_memory import least_device_bytes
+from atomtrain.planning.search.memory_limit import least_device_bytes
 from atomtrain.planning.search.problem import Problem, problems_of
 from atomtrain.units import format_bytes, format_seconds
 
