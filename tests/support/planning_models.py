@@ -66,13 +66,6 @@ def check_shape(shape: Shape, layers: int, blocks: int) -> None:
             f"device_blocks are {list(device)}; they must rise, and be among the resident "
             f"blocks {list(resident)}"
         )
-    early = shape.early_blocks
-    loaded = set(resident) - set(device)
-    if list(early) != sorted(set(early)) or not set(early) <= loaded:
-        raise PlanError(
-            f"early_blocks are {list(early)}; they must rise, and be among the resident blocks "
-            f"that are not updated on the device, {sorted(loaded)}"
-        )
     if shape.activations and len(shape.activations) != shape.segments:
         raise PlanError(
             f"there are {len(shape.activations)} activations for {shape.segments} segments; "
@@ -128,7 +121,6 @@ def random_shape(
         resident = [block for block in range(blocks) if source.random() < share]
     share = source.choice([0.0, 0.5, 1.0])
     device = [block for block in resident if source.random() < share]
-    early = [block for block in resident if block not in device][::2]
     return Shape(
         forward,
         backward,
@@ -139,7 +131,6 @@ def random_shape(
         0,
         tuple(activations),
         tuple(device),
-        tuple(early),
         source.random() < 0.5,
     )
 

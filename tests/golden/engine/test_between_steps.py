@@ -50,7 +50,7 @@ def test_any_number_of_slots(slots: int, activations: Any) -> None:
     [
         Shape((0, 1, 3), (0, 2, 3, 5), 3, 2),
         Shape(EACH[:-1], EACH, 4, 1, "host", (TIED,)),
-        Shape(EACH[:-1], EACH, 3, 2, "device", (0, TIED), early_blocks=(TIED,)),
+        Shape(EACH[:-1], EACH, 3, 2, "device", (0, TIED)),
         Shape((0, 2, 3, 4), (0, 1, 2, 4, 5), 3, 2),
         Shape((0,), (0, 5), 1, 1),
     ],

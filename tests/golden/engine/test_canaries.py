@@ -28,7 +28,7 @@ BOUNDS = tuple(range(LAYERS + 1))
 SHAPES = [
     Shape((0, 1, 2, 3, 4), BOUNDS, 2, 2),
     Shape((0, 1, 2, 3, 4), BOUNDS, LAYERS, 1),
-    Shape((0, 1, 3), (0, 2, 3, 5), 1, 1, "host", resident_blocks=(4,), early_blocks=(4,)),
+    Shape((0, 1, 3), (0, 2, 3, 5), 1, 1, "host", resident_blocks=(4,)),
     Shape((0, 2, 3, 4), (0, 2, 3, 4, 5), 3, 2,
           activations=("offload", "keep", "recompute", "recompute")),
 ]  # fmt: skip

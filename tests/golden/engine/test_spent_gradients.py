@@ -17,7 +17,7 @@ from atomtrain.planning.cost.timeline import VisitTime, step_spans
 from atomtrain.planning.plan.layout import ROOMS, host_gradients
 from atomtrain.planning.plan.plan import Request
 from atomtrain.planning.plan.shape import training_visits
-from tests.golden.engine.test_early_pieces import SHAPES as EARLY_SHAPES
+from tests.golden.engine.test_residents import SHAPES as RESIDENT_SHAPES
 from tests.support.planning_models import use_shape
 from tests.support.reference import twin
 from tests.support.swapped import DEEP_LAYERS as LAYERS
@@ -26,7 +26,7 @@ from tests.support.swapped import TIED, adamw, check, deep_gpt, random_delays, s
 pytestmark = pytest.mark.usefixtures("assumed_times")
 HEAD = LAYERS - 1
 SHAPES = [
-    *EARLY_SHAPES,
+    *RESIDENT_SHAPES,
     Shape((0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5), 2, 2),
     Shape((0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5), 3, 1, resident_blocks=(1, 3)),
     Shape((0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5), 2, 2, resident_blocks=(0, 2), device_blocks=(2,)),

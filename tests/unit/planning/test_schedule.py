@@ -107,7 +107,6 @@ def test_graphs_that_wait_are_marked_on_their_way_up_and_down() -> None:
         (Shape((0, 1), (0, 2, 4), 2, 1), "forward_bounds"),
         (Shape((0, 2), (0, 2, 4), 0, 1), "one slot"),
         (Shape((0, 2), (0, 2, 4), 2, 1, resident_blocks=(5,)), "resident_blocks"),
-        (Shape((0, 2), (0, 2, 4), 2, 1, resident_blocks=(1,), early_blocks=(3,)), "early_blocks"),
         (Shape((0, 2), (0, 2, 4), 2, 1, host_layers=4), "host_layers"),
         (Shape((0, 2), (0, 2, 4), 2, 1, host_layers=1), "must rise from 1"),
         (Shape((0, 2), (0, 2, 4), 2, 1, activations=("keep",)), "2 segments"),

@@ -224,7 +224,7 @@ def all_shapes(space: Space, built: Built, request: Request) -> Iterator[Shape]:
         if request.segments not in (None, len(backward) - 1):
             continue
         for forward in compositions(backward[-2]):
-            for resident, there, early in space.residencies:
+            for resident, there in space.residencies:
                 slots = {min(k, len(forward)) for k in (1, 2)}
                 if request.slots:
                     slots = {min(request.slots, len(forward))}
@@ -233,7 +233,7 @@ def all_shapes(space: Space, built: Built, request: Request) -> Iterator[Shape]:
                     buffers = {min(request.gradient_buffers, len(backward) - 1)}
                 for k, g, boundary in itertools.product(slots, buffers, ("device", "host")):
                     for activations in all_activations(built, request, forward, backward):
-                        where = resident, 0, activations, there, early
+                        where = resident, 0, activations, there
                         shape = Shape(forward, backward, k, g, boundary, *where)  # type: ignore[arg-type]
                         check_shape(shape, count, layout.blocks)
                         yield shape

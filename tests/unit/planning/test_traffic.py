@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -82,13 +81,6 @@ def test_a_block_that_is_updated_on_the_device_stays_there(traffic: Traffic) -> 
     assert moved.updated_there[0, 2] == 2 * (1 + 10_000)
     assert moved.updated_there[1, 2] == 2 * 10_000
     assert moved.updated_there[2, 4] == 0
-
-
-def test_what_comes_early_comes_in_equal_pieces_up_to_its_first_user(traffic: Traffic) -> None:
-    some = frozenset({TIED})
-    moved = traffic.moved(some, early=some)
-    assert np.diagonal(moved.coming, offset=1).tolist() == [SHARED / 2, SHARED / 2, 0, 0]
-    assert moved.leaving[1, 2] == SHARED
 
 
 # Layers on the host

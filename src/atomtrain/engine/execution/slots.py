@@ -60,7 +60,6 @@ class Slots:
             self._collector,
             self._first,
             plan.device_blocks,
-            plan.early_blocks,
         )
         self.there = DeviceUpdates(plan.device_blocks, self._residents, device, updates.whole)
         """Updates on the device."""

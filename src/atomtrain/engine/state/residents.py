@@ -1,9 +1,8 @@
 """Resident blocks: each has a place of its own on the device for parameters and for gradients.
 
-They come once a step, with the first segment that uses them, or *early*: a piece with each layer of
-forward up to that one. Their gradients add up in place and leave once, with the last segment that
-adds to them (the one with the first user). What is updated on the device
-(`engine/updates/device_updates.py`) neither comes nor leaves.
+They come once a step, with the first segment that uses them. Their gradients add up in place and
+leave once, with the last segment that adds to them (the one with the first user). What is updated
+on the device (`engine/updates/device_updates.py`) neither comes nor leaves.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class Residents:
         collector: Collector,
         first: int = 0,
         on_device: Collection[int] = (),
-        early: Collection[int] = (),
     ) -> None:
         """Allocate; call inside `Device.computing`.
 
@@ -61,9 +59,8 @@ class Residents:
             collector: Takes the first gradient of each parameter.
             first: The first layer that runs on the device.
             on_device: Those of the blocks that are updated there.
-            early: Those of the others that come in pieces.
         """
-        self._on_device, self._early = frozenset(on_device), frozenset(early)
+        self._on_device = frozenset(on_device)
         self.blocks = frozenset(blocks)
         self.leaves: dict[int, Tensor] = {}
         """Every resident parameter on the device, by the parameter's `id`."""
@@ -83,15 +80,8 @@ class Residents:
         )
 
     def loads_with(self, layers: Layers) -> dict[int, Copy]:
-        """Return what comes with a segment in forward, whole or in part, by its block."""
-        leaving = self.unloads_with(layers)
-        loads = {block: self.load_of(block) for block in leaving if block not in self._early}
-        for block in sorted(self._early):
-            piece = slice(*self._layout.early_range(block, *layers, self._first))
-            if piece.start < piece.stop:
-                target, source = self.load_of(block)
-                loads[block] = Copy(target[piece], source[piece])
-        return loads
+        """Return what comes with a segment in forward, by its block."""
+        return {block: self.load_of(block) for block in self.unloads_with(layers)}
 
     def unloads_with(self, layers: Layers) -> list[int]:
         """Return the blocks whose gradients leave with a segment in backward."""

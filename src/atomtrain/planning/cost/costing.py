@@ -72,8 +72,6 @@ class Place(NamedTuple):
     boundary: Boundary
     on_device: frozenset[int] = frozenset()
     """Those of the resident blocks that are updated on the device."""
-    early: frozenset[int] = frozenset()
-    """Those of the resident blocks that come in pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +146,7 @@ class Costing:
     def visit_times(self, shape: Shape, visits: Sequence[Visit]) -> list[VisitTime]:
         """Return the seconds of each visit of a shape."""
         resident, on_device = frozenset(shape.resident_blocks), frozenset(shape.device_blocks)
-        place = Place(resident, shape.boundary, on_device, frozenset(shape.early_blocks))
+        place = Place(resident, shape.boundary, on_device)
         times = []
         for visit in visits:
             table = self.table(visit.phase, place, load=visit.load, activation=visit.activation)
@@ -175,7 +173,7 @@ class Costing:
         """
         key = (phase, place, load, activation)
         if key not in self._tables:
-            moved = self.traffic.moved(place.resident, place.on_device, place.early)
+            moved = self.traffic.moved(place.resident, place.on_device)
             self._tables[key] = VisitTable(
                 self._basis, moved, phase, place.boundary, load=load, activation=activation
             )

@@ -137,6 +137,5 @@ def whole_shape(shape: Shape, chain: Chain, rest: Chain, host_layers: int) -> Sh
         backward_bounds=tuple(bound + host_layers for bound in shape.backward_bounds),
         resident_blocks=whole(shape.resident_blocks),
         device_blocks=whole(shape.device_blocks),
-        early_blocks=whole(shape.early_blocks),
         host_layers=host_layers,
     )

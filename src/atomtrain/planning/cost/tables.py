@@ -48,16 +48,15 @@ class Traffic:
 
     def __init__(self, layout: Layout, updated: Sequence[BlockUpdate], host_layers: int) -> None:
         self._layout, self._updated, self._first = layout, updated, host_layers
-        self._moved: dict[tuple[frozenset[int], frozenset[int], frozenset[int]], Moved] = {}
+        self._moved: dict[tuple[frozenset[int], frozenset[int]], Moved] = {}
         self._largest: dict[frozenset[int], tuple[Array, Array]] = {}
 
     def moved(
         self,
         resident: frozenset[int],
         on_device: frozenset[int] = _NONE,
-        early: frozenset[int] = _NONE,
     ) -> Moved:
-        key = resident, on_device, early
+        key = resident, on_device
         if key not in self._moved:
             layout, count = self._layout, len(self._layout.layers)
             updates = self._updated[:count]
@@ -66,10 +65,9 @@ class Traffic:
             own = [layout.block_bytes(block) for block in range(count)]
             gradients = [layout.gradients.block_bytes(block) for block in range(count)]
             leaves = [block in resident and block not in on_device for block in range(count)]
-            comes = [leaves[block] and block not in early for block in range(count)]
             moved = Moved(
                 segment=between([n * (block not in resident) for block, n in enumerate(own)]),
-                coming=between([n * comes[block] for block, n in enumerate(own)]),
+                coming=between([n * leaves[block] for block, n in enumerate(own)]),
                 gradient=between([n * (b not in resident) for b, n in enumerate(gradients)]),
                 leaving=between([n * leaves[block] for block, n in enumerate(gradients)]),
                 updated=between(here),
@@ -77,19 +75,9 @@ class Traffic:
                 seeds=np.zeros((count + 1, count + 1)),
             )
             for block in range(count, layout.blocks):
-                moved = self._with_shared(moved, block, resident, on_device, early)
-            for block in early:
-                moved = moved._replace(coming=moved.coming + self._pieces(block))
+                moved = self._with_shared(moved, block, resident, on_device)
             self._moved[key] = moved
         return self._moved[key]
-
-    def _pieces(self, block: int) -> Array:
-        """Return how many bytes of an early block come with each segment in forward."""
-        ranges = (
-            self._layout.early_range(block, layer, layer + 1, self._first)
-            for layer in range(len(self._layout.layers))
-        )
-        return between([stop - start for start, stop in ranges])
 
     def _with_shared(
         self,
@@ -97,7 +85,6 @@ class Traffic:
         block: int,
         resident: frozenset[int],
         on_device: frozenset[int],
-        early: frozenset[int],
     ) -> Moved:
         users, n_bytes = self._layout.users(block, self._first), self._layout.block_bytes(block)
         gradient_bytes = self._layout.gradients.block_bytes(block)
@@ -114,7 +101,7 @@ class Traffic:
         moved = moved._replace(updated=moved.updated + work.host_work * first)
         if block in resident:
             return moved._replace(
-                coming=moved.coming + n_bytes * first * (block not in early),
+                coming=moved.coming + n_bytes * first,
                 leaving=moved.leaving + gradient_bytes * first,
             )
         return moved._replace(

@@ -123,24 +123,6 @@ class Layout:
         users = (block,) if shared < 0 else self.shared[shared].users
         return tuple(user for user in users if user >= start)
 
-    def early_range(self, block: int, start: int, stop: int, first: int = 0) -> tuple[int, int]:
-        """Return which bytes of a block, counted from its own first one, come with layers `start`
-        to `stop` if it comes early: an equal piece with each layer up to the first that uses it.
-
-        Args:
-            block: With a user from `first` on.
-            start: The first layer.
-            stop: The layer after the last one.
-            first: The first layer that runs on the device.
-        """
-        layers = self.users(block, first)[0] + 1 - first
-        units = self.block_bytes(block) // ALIGNMENT_BYTES
-        low, high = (
-            ALIGNMENT_BYTES * (units * min(max(at - first, 0), layers) // layers)
-            for at in (start, stop)
-        )
-        return low, high
-
     def blocks_of(self, start: int, stop: int) -> list[int]:
         shared = [
             len(self.layers) + index

@@ -39,8 +39,6 @@ class Request:
     planner's choice."""
     device_blocks: tuple[int, ...] | None = None
     """Resident blocks whose optimizer runs on the device, or `None` for the planner's choice."""
-    early: bool = True
-    """Whether the planner may let resident blocks come in pieces ahead of their first user."""
     updates: UpdateModel | None = None
     """What the optimizer takes; `None`: AdamW with two moments of the parameters' own type."""
     disk: DiskRequest | None = None
@@ -76,7 +74,6 @@ class Plan:
     backward_bounds: tuple[int, ...]
     resident_blocks: tuple[int, ...]
     device_blocks: tuple[int, ...]
-    early_blocks: tuple[int, ...]
     remakes: bool = True
     spends: bool = False
     """Whether gradients wait on the host for their own update only (`layout.py`)."""
@@ -152,8 +149,6 @@ class Plan:
             lines.append(f"resident   blocks {_listed(self.resident_blocks)}")
         if self.device_blocks:
             lines.append(f"on device  optimizer of blocks {_listed(self.device_blocks)}")
-        if self.early_blocks:
-            lines.append(f"early      blocks {_listed(self.early_blocks)}: a piece with each layer")
         if self.shape.waiting:
             lines.append(f"saved      {saved_text(self.shape)}")
         disk = [f"disk       {disk_text(self)}"] if self.on_disk else []

@@ -43,9 +43,6 @@ class Shape(NamedTuple):
     device_blocks: tuple[int, ...] = ()
     """Those of the resident blocks whose optimizer runs on the device, so that nothing of them
     crosses the link in a step."""
-    early_blocks: tuple[int, ...] = ()
-    """Those of the other resident blocks that come ahead of their first user, in equal pieces with
-    each layer of forward."""
     remakes: bool = True
     """Whether offloaded segments make again in backward what cheap operations can, or send all that
     they save to the host."""

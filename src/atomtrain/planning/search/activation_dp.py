@@ -306,5 +306,4 @@ class Mixed:
             0,
             tuple(activations),
             self._family.on_device,
-            self._family.early,
         )

@@ -145,10 +145,9 @@ def leanest_of(space: Space, fastest: Choice, limit_s: float, device_bytes: int)
             continue
         if rank_of(fastest.shape) == rank:
             best, limit_s = fastest, min(limit_s, (1 + AS_FAST) * fastest.step_s)
-        # Those that hold least first: the others then end early. Blocks come early only where that
-        # pays.
+        # Those that hold least first: the others then end sooner.
         families = [family for family in space.families if family.boundary == boundary]
-        for family in sorted(families, key=lambda one: (bool(one.early), space.least_held(one))):
+        for family in sorted(families, key=space.least_held):
             most = device_bytes if best is None else best.device_bytes - 1
             best = _leanest(space, family, most, limit_s, offload) or best
         if best is not None:

@@ -221,10 +221,8 @@ def least_device_bytes(space: Space) -> int:
         PlanError: there is none, because what all segments should do is not possible.
     """
     best, busy = np.inf, _Busy(space)
-    # What comes early needs the same memory as what does not. Those that need least come first: by
-    # what they find most of the others need not be looked at.
-    families = [family for family in space.families if not family.early]
-    families.sort(key=lambda family: space.least_held(family) + busy.least(family))
+    # Those that need least come first: by what they find most of the others need not be looked at.
+    families = sorted(space.families, key=lambda one: space.least_held(one) + busy.least(one))
     if space.recomputes:
         for family in families:
             for slot_bytes in space.slot_sizes(family):

@@ -238,7 +238,6 @@ class Optimum:
                 0,
                 everywhere * (len(bounds) - 1),
                 self._family.on_device,
-                self._family.early,
             ),
         )
 

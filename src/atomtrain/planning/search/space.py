@@ -12,10 +12,6 @@ A plan of the space has
 - as resident blocks any of the shared weights and of the layers that are the only ones of their
   kind (embedding, head), among the three largest of these that have at least a 32nd of the largest
   block's bytes, each updated on the host or on the device;
-- those of the first kind that are updated on the host come with their first user, or, if it is not
-  the first layer and they are larger than most layers, early: a piece with each layer of forward
-  (all of these, or none; not where updates wait for the norm of all gradients: forward begins with
-  the pieces, so they must have been updated by then);
 - or some of the first kind and an eighth, two eighths, ..., all of the other blocks, evenly spread
   over the chain, all of them updated on the device.
 """
@@ -51,8 +47,6 @@ class Residency(NamedTuple):
     blocks: tuple[int, ...]
     on_device: tuple[int, ...]
     """Those whose optimizer runs on the device."""
-    early: tuple[int, ...] = ()
-    """Those that come in pieces ahead of their first user."""
 
 
 class Residencies:
@@ -72,25 +66,6 @@ class Residencies:
         self._layers = len(costs.layers)
 
     def all(self) -> list[Residency]:
-        some = self._updated_here_or_there()
-        early = (one._replace(early=self._early(one)) for one in some)
-        return [*some, *(one for one in early if one.early)]
-
-    def _early(self, residency: Residency) -> tuple[int, ...]:
-        if self._request.clips or not self._request.early:
-            return ()
-        layout = self._layout
-        # With no more to load than most visits have it is covered as they are.
-        usual_bytes = sorted(map(layout.block_bytes, range(self._layers)))[self._layers // 2]
-        return tuple(
-            block
-            for block in residency.blocks
-            if block not in residency.on_device
-            and layout.block_bytes(block) > usual_bytes
-            and layout.users(block)[:1] > (0,)
-        )
-
-    def _updated_here_or_there(self) -> list[Residency]:
         request, fixed = self._request, self._request.device_blocks
         if request.resident is not None:
             return self._updated_anywhere(tuple(sorted(request.resident)))
@@ -166,15 +141,12 @@ class Family(NamedTuple):
     """Only the plan of a single segment; it fills one slot and one gradient buffer."""
     on_device: tuple[int, ...] = ()
     """Resident blocks that are updated on the device."""
-    early: tuple[int, ...] = ()
-    """Resident blocks that come in pieces ahead of their first user."""
     lean: bool = False
     """No family: as fast as this one, with the memory of the leanest of its group."""
 
     @property
     def place(self) -> Place:
-        resident, on_device = frozenset(self.resident), frozenset(self.on_device)
-        return Place(resident, self.boundary, on_device, frozenset(self.early))
+        return Place(frozenset(self.resident), self.boundary, frozenset(self.on_device))
 
 
 class Work(NamedTuple):
@@ -233,14 +205,14 @@ class Space:
         several = self.layers > 1 and request.segments != 1
         families = []
         kinds = itertools.product(self._boundaries, self.residencies)
-        for boundary, (resident, there, early) in kinds:
+        for boundary, (resident, there) in kinds:
             if several:
                 families += [
-                    Family(resident, k, g, boundary, False, there, early)
+                    Family(resident, k, g, boundary, False, there)
                     for k, g in itertools.product(slots, buffers)
                 ]
             # A single segment comes at once.
-            if request.segments in (None, 1) and not early:
+            if request.segments in (None, 1):
                 families.append(Family(resident, 1, 1, boundary, True, there))
         return families
 
@@ -279,8 +251,7 @@ class Space:
 
     @cached_property
     def residencies(self) -> list[Residency]:
-        """The sets of resident blocks, which of them are updated on the device, and which come
-        early."""
+        """The sets of resident blocks, and which of them are updated on the device."""
         return self._residencies.all()
 
     def slot_sizes(self, family: Family) -> list[int]:

@@ -140,9 +140,6 @@ def _schedule(report: Report) -> list[tuple[str, str]]:
     if loaded:
         names = ", ".join(block_names(found, loaded))
         rows.append(("resident", f"{names}: loaded once a step"))
-    if plan.early_blocks:
-        names = ", ".join(block_names(found, plan.early_blocks))
-        rows.append(("early", f"{names}: a piece with each layer of forward"))
     if plan.device_blocks:
         names = _few(block_names(found, plan.device_blocks))
         rows.append(("on device", f"{names}: optimizer and all, nothing crosses the link"))

@@ -1,4 +1,4 @@
-"""Resident blocks that come in pieces ahead of their first user: bits, and what comes when."""
+"""Resident blocks: bits, and what comes when."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tests.golden.engine.test_disk import swap as swap_on_disk
 from tests.support.planning_models import use_shape
 from tests.support.reference import assert_equal_training, train, twin
 from tests.support.swapped import DEEP_LAYERS as LAYERS
-from tests.support.swapped import TIED, adamw, deep_gpt, random_delays, swap, token_batches
+from tests.support.swapped import adamw, deep_gpt, random_delays, swap, token_batches
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
 HEAD = LAYERS - 1
 """Blocks: the last layer, and a weight that it shares with the first one."""
 SHAPES = [
-    Shape((0, 1, 3), (0, 2, 3, 5), 2, 2, resident_blocks=(HEAD,), early_blocks=(HEAD,)),
-    Shape((0, 2, 4), (0, 2, 4, 5), 1, 1, "host", (2, HEAD), early_blocks=(2, HEAD),
+    Shape((0, 1, 3), (0, 2, 3, 5), 2, 2, resident_blocks=(HEAD,)),
+    Shape((0, 2, 4), (0, 2, 4, 5), 1, 1, "host", (2, HEAD),
           activations=("offload", "keep", "recompute")),
-    Shape((0,), (0, 5), 1, 1, resident_blocks=(0, HEAD), early_blocks=(0, HEAD)),
-    Shape((1, 2), (1, 2, 5), 2, 1, "device", (HEAD,), 1, (), (), (HEAD,)),
+    Shape((0,), (0, 5), 1, 1, resident_blocks=(0, HEAD)),
+    Shape((1, 2), (1, 2, 5), 2, 1, "device", (HEAD,), 1),
 ]  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def _seed() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("micro_batches", "clip_norm"), [(1, None), (3, None), (3, 0.5)])
-def test_pieces_that_come_early_train_the_same_bits(
+def test_resident_blocks_train_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, shape: Shape, micro_batches: int, clip_norm: float | None
 ) -> None:
     use_shape(monkeypatch, shape)
@@ -59,16 +59,15 @@ def test_pieces_that_come_early_train_the_same_bits(
         losses = []
         for step in steps:
             losses.append(engine.step(step))
-            engine.evaluate(step)  # a pass between steps brings the pieces too
+            engine.evaluate(step)  # a pass between steps brings them too
         assert losses == expected
         assert_equal_training(engine, reference, resident)
         assert engine.device.peak_bytes() <= engine.plan.device_peak_bytes
 
 
-def test_parameters_on_disk_come_early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_resident_blocks_come_from_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     layers = 6
-    early = (Residency((layers - 1,), (), (layers - 1,)),)
-    monkeypatch.setattr(Space, "residencies", early)
+    monkeypatch.setattr(Space, "residencies", (Residency((layers - 1,), ()),))
     model, steps = disk_gpt(), [batches * 2 for batches in token_batches(1, steps=3)]
     reference = twin(model)
     factory = FACTORIES["float32"]
@@ -76,7 +75,7 @@ def test_parameters_on_disk_come_early(monkeypatch: pytest.MonkeyPatch, tmp_path
     expected = train(reference, steps, resident)
     options = {"micro_batches": 2, "on_disk": "parameters", "host_layers": 0, "segments": 3}
     with swap_on_disk(model, steps[0][0], factory, tmp_path, **options) as engine:
-        assert engine.plan.early_blocks == (layers - 1,)
+        assert engine.plan.resident_blocks == (layers - 1,)
         assert [engine.step(step) for step in steps] == expected
         assert_equal_training(engine, reference, resident)
 
@@ -111,7 +110,7 @@ def test_each_load_brings_the_bytes_that_were_predicted(
             if visit.load
         ]
         assert [sum(copy.source.numel() for copy in copies) for copies in loads] == expected
-        for block in shape.early_blocks:  # once in a pass, in pieces that do not overlap
+        for block in shape.resident_blocks:  # once in a pass
             start, stop = layout.block_range(block)
             pieces = sorted(
                 (int(copy.source.storage_offset()), copy.source.numel())
@@ -123,26 +122,3 @@ def test_each_load_brings_the_bytes_that_were_predicted(
                 assert at == start
                 start += n_bytes
             assert start == stop
-
-
-def test_a_tied_weight_comes_with_its_first_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Early or not: there is nothing before the first layer."""
-    loaded_bytes = []
-
-    def noted(slots: Slots, copies: list[Copy]) -> object:
-        loaded_bytes.append(sum(copy.source.numel() for copy in copies))
-        return copying(slots, copies)
-
-    copying = Slots._in
-    monkeypatch.setattr(Slots, "_in", noted)
-    step = token_batches(1, steps=1)[0]
-    moved = []
-    for early in ((), (TIED,)):
-        loaded_bytes.clear()
-        use_shape(
-            monkeypatch, Shape((0, 2), (0, 2, 5), 2, 1, resident_blocks=(TIED,), early_blocks=early)
-        )
-        with swap(deep_gpt(0.0, tied=True), step[0]) as engine:
-            engine.evaluate(step)
-        moved.append(list(loaded_bytes))
-    assert moved[0] == moved[1]
