@@ -28,7 +28,6 @@ from atomtrain.engine.devices.devices import open_device
 from atomtrain.engine.engine import Engine
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.planning.cost.memory import MemoryModel
-from atomtrain.planning.plan.layout import Layout
 
 MicroBatches = list[dict[str, Tensor]]
 
@@ -167,8 +166,7 @@ def _device_bytes_at_host_peak(engine: Engine) -> int:
     Either a visit runs on the device, or backward of layers on the host.
     """
     plan, planner = engine.plan, engine.planner
-    layout = Layout(planner.chain)
-    memory = MemoryModel(planner.chain, planner.costs, layout, plan.micro_batches, planner.updates)
+    memory = MemoryModel(planner.chain, planner.costs, plan.micro_batches, planner.updates)
     aside_bytes = memory.host_backward_bytes(plan.host_layers)
     return max(plan.device_peak_bytes - aside_bytes, memory.held_bytes(plan.shape))
 
