@@ -157,7 +157,7 @@ def _predicted_again(engine: Engine, micro_batch: dict[str, Tensor]) -> float:
     planner = engine.planner
     times = profiling.measured_times(engine.device, planner.chain, planner.costs, micro_batch)
     again = dataclasses.replace(planner, times=times)
-    return again.step_s(engine.plan)
+    return max(span.end_s for span in again.spans(engine.plan))
 
 
 def _device_bytes_at_host_peak(engine: Engine) -> int:
