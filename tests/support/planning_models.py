@@ -25,7 +25,7 @@ def use_shape(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
         check_shape(shape, len(planner.chain.layers), layout.blocks)
         memory = memory_of(planner, micro_batches, shape)
         steps = Steps(micro_batches=micro_batches, updates=planner.updates, spends=memory.spends)
-        costing = Costing(_given(planner, shape), layout, steps)
+        costing = Costing(_given(planner, shape), steps)
         return plan_of(shape, memory, costing, planner.machine)
 
     monkeypatch.setattr(Planner, "plan", plan)
@@ -84,11 +84,8 @@ def check_shape(shape: Shape, layers: int, blocks: int) -> None:
 def memory_of(planner: Planner, micro_batches: int, shape: Shape) -> MemoryModel:
     """Return what tells the memory that a shape of a planner's model needs."""
     given = _given(planner, shape)
-    layout = Layout(given.chain)
     spends = planner.options.spend_gradients
-    return MemoryModel(
-        given.chain, given.costs, layout, micro_batches, planner.updates, spends=spends
-    )
+    return MemoryModel(given.chain, given.costs, micro_batches, planner.updates, spends=spends)
 
 
 def _given(planner: Planner, shape: Shape) -> Given:

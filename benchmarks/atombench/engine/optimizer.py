@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from atombench.common import BenchmarkOptions, Result, description, progress, require_positive
-from atomtrain.optimizers import BYTES_PER_PARAMETER, MASTER_BYTES, SGD, AdamW, Muon, adamw, sgd
+from atomtrain.optimizers import BYTES_PER_PARAMETER, MASTER_BYTES, SGD, AdamW, Muon, elementwise
 
 _PASSES = 3
 """Over what is of the parameter's size: it is read and written, its gradient is read."""
@@ -211,7 +211,7 @@ def _path(candidate: _Candidate) -> str:
     """Return who does the arithmetic: the compiled core, or PyTorch."""
     parameter = _parameter(torch.zeros(1, 1), torch.zeros(1, 1), candidate.dtype)
     optimizer = candidate.make([parameter])
-    known = {AdamW: adamw.PATHS, SGD: sgd.PATHS}
+    known = {AdamW: elementwise.ADAMW_PATHS, SGD: elementwise.SGD_PATHS}
     if not isinstance(optimizer, AdamW | SGD):
         return "torch"
     group = optimizer.param_groups[0]

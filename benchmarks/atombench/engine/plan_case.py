@@ -28,7 +28,6 @@ from atomtrain.engine.devices.devices import open_device
 from atomtrain.engine.engine import Engine
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.planning.cost.memory import MemoryModel
-from atomtrain.planning.plan.layout import Layout
 
 MicroBatches = list[dict[str, Tensor]]
 
@@ -158,7 +157,7 @@ def _predicted_again(engine: Engine, micro_batch: dict[str, Tensor]) -> float:
     planner = engine.planner
     times = profiling.measured_times(engine.device, planner.chain, planner.costs, micro_batch)
     again = dataclasses.replace(planner, times=times)
-    return again.step_s(engine.plan)
+    return max(span.end_s for span in again.spans(engine.plan))
 
 
 def _device_bytes_at_host_peak(engine: Engine) -> int:
@@ -167,8 +166,7 @@ def _device_bytes_at_host_peak(engine: Engine) -> int:
     Either a visit runs on the device, or backward of layers on the host.
     """
     plan, planner = engine.plan, engine.planner
-    layout = Layout(planner.chain)
-    memory = MemoryModel(planner.chain, planner.costs, layout, plan.micro_batches, planner.updates)
+    memory = MemoryModel(planner.chain, planner.costs, plan.micro_batches, planner.updates)
     aside_bytes = memory.host_backward_bytes(plan.host_layers)
     return max(plan.device_peak_bytes - aside_bytes, memory.held_bytes(plan.shape))
 

@@ -34,8 +34,7 @@ from atomtrain.engine.state.precision import LossScale, Masters
 from atomtrain.engine.updates.updates import Combining
 from atomtrain.errors import ConfigError
 from atomtrain.planning.cost.timeline import Span
-from atomtrain.planning.plan.memory_map import Region
-from atomtrain.planning.plan.plan import Plan
+from atomtrain.planning.plan.plan import Plan, Region
 
 
 class Engine:

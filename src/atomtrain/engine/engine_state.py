@@ -18,7 +18,7 @@ from atomtrain.engine.engine_base import EngineCore
 from atomtrain.engine.state.precision import Masters
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.layout import Layout
-from atomtrain.planning.plan.memory_map import Region, memory_map
+from atomtrain.planning.plan.plan import Region, memory_map
 from atomtrain.planning.plan.updating import further_gradients_bytes
 
 _LARGEST_BYTES = 64 << 20

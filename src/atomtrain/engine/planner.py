@@ -89,10 +89,6 @@ class Planner:
         )
         return tuple(span for span in spans if span.end_s > span.start_s)
 
-    def step_s(self, plan: Plan) -> float:
-        """Return how long the plan expects a step to take."""
-        return max((span.end_s for span in self.spans(plan)), default=0.0)
-
     @property
     def given(self) -> Given:
         """Model and machine."""

@@ -38,10 +38,6 @@ _INSTEAD = "give another copy, or the model that it was made from"
 def check_method(settings: object, what: str) -> None:
     """Refuse what cannot be read.
 
-    Args:
-        settings: The `quantization_config`.
-        what: How messages call its file.
-
     Raises:
         ConfigError: the method or its layout is not known here.
     """
@@ -154,10 +150,6 @@ _ABSENT: Any = object()
 
 def checked_config(stored: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Return a configuration without what leads to code and changes nothing.
-
-    Args:
-        stored: Content of a `config.json`.
-        what: How messages call it.
 
     Raises:
         ConfigError: it asks for what is not built here, or a size cannot be.

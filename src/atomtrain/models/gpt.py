@@ -269,7 +269,7 @@ class GPT(nn.Module):
         Args:
             input_ids: `[B, T]` int64, `T` at most the context.
             labels: `[B, T]` int64, the next token at each position.
-            documents: `[B, T]` integers, the document of each position (`atomtrain.models.gpt`)
+            documents: `[B, T]` integers, the document of each position,
                 where those of a sequence must not see each other; `None`: they do.
         """
         hidden = self.embedding(input_ids, documents)

@@ -34,9 +34,6 @@ def is_classifier(config: Mapping[str, Any]) -> bool:
 def labels_of(config: Mapping[str, Any]) -> list[str] | None:
     """Return the names of a head's outputs in their order; `None` if the model has no such head.
 
-    Args:
-        config: Content of a `config.json`.
-
     Raises:
         ConfigError: `id2label` does not number them, or there are too many.
     """

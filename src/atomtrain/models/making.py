@@ -110,10 +110,6 @@ def narrow_models(sizes: HuggingFaceConfig, parameters: int) -> Iterator[nn.Modu
     The narrowest has one attention head. Those that cannot be built are left out (a size has
     become too small for another); none is too large to try. A model that is small itself is the
     only one.
-
-    Args:
-        sizes: The model.
-        parameters: How many it has.
     """
     small = parameters <= _TRIED_AS_IT_IS
     heads = 1 if small else _heads_of(sizes.config) or _heads_of(sizes.config.get("text_config"))

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from atomtrain.analysis.costs.storages import uncounted
 from atomtrain.errors import ConfigError
-from atomtrain.native import library, pool
+from atomtrain.native import library
 from atomtrain.native.library import GRADIENTS, address
 
 _BLOCK = 64
@@ -100,7 +100,7 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
             ctypes.c_void_p(out.data_ptr() + begin * out.element_size()),
         )
 
-    pool.run(write, out.numel(), block)
+    library.run(write, out.numel(), block)
     return out
 
 

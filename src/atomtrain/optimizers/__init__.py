@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 from atomtrain.lazy import getter
 
 if TYPE_CHECKING:
-    from atomtrain.optimizers.adamw import AdamW
+    from atomtrain.optimizers.elementwise import SGD, AdamW
     from atomtrain.optimizers.groups import decay_groups, layer_groups, muon_groups
     from atomtrain.optimizers.masters import MASTER_BYTES
     from atomtrain.optimizers.moments import BYTES_PER_PARAMETER
     from atomtrain.optimizers.muon import Muon
     from atomtrain.optimizers.schedules import Schedule
-    from atomtrain.optimizers.sgd import SGD
 
 __all__ = [
     "BYTES_PER_PARAMETER",
@@ -32,8 +31,8 @@ __getattr__ = getter(
     {
         "BYTES_PER_PARAMETER": "atomtrain.optimizers.moments",
         "MASTER_BYTES": "atomtrain.optimizers.masters",
-        "SGD": "atomtrain.optimizers.sgd",
-        "AdamW": "atomtrain.optimizers.adamw",
+        "SGD": "atomtrain.optimizers.elementwise",
+        "AdamW": "atomtrain.optimizers.elementwise",
         "Muon": "atomtrain.optimizers.muon",
         "Schedule": "atomtrain.optimizers.schedules",
         "decay_groups": "atomtrain.optimizers.groups",

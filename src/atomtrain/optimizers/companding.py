@@ -56,11 +56,6 @@ def hashed(*words: int) -> int:
 def offsets(count: int, *words: int, device: torch.device = _HOST) -> Tensor:
     """Return what stochastic rounding to bfloat16 adds to the bits of a float32.
 
-    Args:
-        count: At most `SLICE`.
-        words: What the numbers depend on.
-        device: Where they are needed.
-
     Returns:
         `[count]` int32, uniform in 0 to 65535: less than a unit in the last place of bfloat16, so
         that cutting off afterwards leaves a value that bfloat16 holds exactly. Read only.
@@ -71,11 +66,6 @@ def offsets(count: int, *words: int, device: torch.device = _HOST) -> Tensor:
 
 def fractions(count: int, *words: int, device: torch.device = _HOST) -> Tensor:
     """Return what stochastic rounding to an integer adds before the floor.
-
-    Args:
-        count: At most `SLICE`.
-        words: What the numbers depend on.
-        device: Where they are needed.
 
     Returns:
         `[count]` float32, `WHOLE` and one of the 4096 middles of 0 to 1, uniform: at least 2^-13

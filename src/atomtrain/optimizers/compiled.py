@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomtrain.native import library, pool
+from atomtrain.native import library
 from atomtrain.native.library import address
 from atomtrain.optimizers import companding, masters, moments
 from atomtrain.optimizers.masters import STREAMS, UNSCALED, Scaling
@@ -75,7 +75,7 @@ def sgd_update(
     *,
     first: bool,
 ) -> None:
-    """Do what `sgd.torch_update` does; the gradient is read only. All is on the CPU."""
+    """Do what `elementwise.sgd_update` does; the gradient is read only. All is on the CPU."""
     memory = _memory(parameter, gradient, state, group, scaling)
     if group["momentum"]:
         memory.first = address(state["momentum_buffer"])
@@ -102,7 +102,7 @@ def _run(kernel: Callable[..., Any], memory: library.Parameter, *others: ctypes.
     def update(begin: int, end: int) -> None:
         kernel(*given, ctypes.c_int64(begin), ctypes.c_int64(end))
 
-    pool.run(update, memory.count, library.BLOCK)
+    library.run(update, memory.count, library.BLOCK)
 
 
 def _memory(

@@ -53,6 +53,7 @@ _VECTOR = 16
 Words = tuple[int, int, int, int]
 """Seed, step, first element of a slice, and its salt."""
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+Tensors = tuple[Tensor, ...]
 
 
 def check_format(name: object) -> None:
@@ -183,7 +184,7 @@ def pass_elements(*, on_gpu: bool) -> int:
 
 def _moment_passes(
     state: dict[str, Any], kind: str, part: slice, at_once: int
-) -> Iterator[tuple[Tensor, ...]]:
+) -> Iterator[Tensors]:
     """Return the moments of a slice, part by part; views are cheapest when made many at once."""
     columns = []
     for key in _DTYPES[kind]:
@@ -195,16 +196,8 @@ def _moment_passes(
 
 def _random_passes(
     kind: str, count: int, words: Sequence[Words], device: torch.device, at_once: int
-) -> Iterator[tuple[Tensor, ...]]:
-    """Return the random numbers of both moments of some slices, part by part.
-
-    Args:
-        kind: Of the moments.
-        count: Elements of all slices together.
-        words: What the numbers of each slice depend on.
-        device: Where they are needed.
-        at_once: Elements of a part.
-    """
+) -> Iterator[Tensors]:
+    """Return the random numbers of both moments of some slices, part by part."""
     if kind == "float32":
         return itertools.repeat(())
     draw = companding.offsets if kind == "bfloat16" else companding.fractions
@@ -233,13 +226,7 @@ def salts(gradient: Tensor, factor: float, coefficient: Tensor | None = None) ->
 
 
 def starts(seed: int, step: int, drawn: Sequence[int]) -> list[tuple[int, int]]:
-    """Return where the random numbers of both moments begin, for each slice.
-
-    Args:
-        seed: Of the optimizer.
-        step: Of the parameter, from 1.
-        drawn: What `salts` returned.
-    """
+    """Return where the random numbers of both moments begin, for each slice."""
     begins = (index * SLICE for index in range(len(drawn)))
     return [
         (companding.start(*words, _FIRST), companding.start(*words, _SECOND))
@@ -295,12 +282,7 @@ def _in_whole_vectors(kernel: Kernel) -> Kernel:
 
 
 def _float32_pass(
-    kernel: Kernel,
-    values: Tensor,
-    gradient: Tensor,
-    moments: tuple[Tensor, ...],
-    randoms: tuple[Tensor, ...],
-    scratch: list[Any],
+    kernel: Kernel, values: Tensor, gradient: Tensor, moments: Tensors, *_: Any
 ) -> None:
     kernel(values, gradient, *moments)
 
@@ -309,8 +291,8 @@ def _bfloat16_pass(
     kernel: Kernel,
     values: Tensor,
     gradient: Tensor,
-    moments: tuple[Tensor, ...],
-    randoms: tuple[Tensor, ...],
+    moments: Tensors,
+    randoms: Tensors,
     scratch: list[Any],
 ) -> None:
     for narrow, wide in zip(moments, scratch, strict=True):
@@ -326,8 +308,8 @@ def _int8_pass(
     kernel: Kernel,
     values: Tensor,
     gradient: Tensor,
-    moments: tuple[Tensor, ...],
-    randoms: tuple[Tensor, ...],
+    moments: Tensors,
+    randoms: Tensors,
     scratch: list[Any],
 ) -> None:
     first, second, spare = scratch

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.optimizers import masters
-from atomtrain.optimizers.adamw import PATHS, scratch_bytes
 from atomtrain.optimizers.base import HostOptimizer, check_adamw_group, check_momentum, check_rates
+from atomtrain.optimizers.elementwise import ADAMW_PATHS, scratch_bytes
 from atomtrain.optimizers.masters import wide_buffers
 from atomtrain.optimizers.moments import part_bytes
 
@@ -119,7 +119,7 @@ class Muon(HostOptimizer):
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if group["algorithm"] == "adamw":
-            PATHS.update(parameter, gradient, self.state[parameter], group, self.scaling)
+            ADAMW_PATHS.update(parameter, gradient, self.state[parameter], group, self.scaling)
             return
         scaling = self.scaling
         if scaling.coefficient is not None:

@@ -102,7 +102,7 @@ def test_each_load_brings_the_bytes_that_were_predicted(
         given = dataclasses.replace(planner.given, machine=machine)
         layout = Layout(planner.chain)
         steps = Steps(micro_batches=2, host_layers=shape.host_layers)
-        costing = Costing(given, layout, steps)
+        costing = Costing(given, steps)
         visits = (training_visits if training else evaluation_visits)(shape)
         expected = [
             time.load_s

@@ -29,7 +29,7 @@ from atomtrain.models.quantised import (
     quantise,
     quantised_linear,
 )
-from atomtrain.native import library, pool
+from atomtrain.native import library
 from atomtrain.optimizers import AdamW
 from atomtrain.optimizers.compiled import same_bits
 from atomtrain.planning.plan.layout import Layout
@@ -172,8 +172,8 @@ def test_quantised_weights_are_near_and_their_product_exact(bits: int) -> None:
 def test_compiled_and_pytorch_make_the_same_wide_weights(
     monkeypatch: pytest.MonkeyPatch, bits: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(pool, "threads", lambda: 3)
-    monkeypatch.setattr(pool, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(library, "threads", lambda: 3)
+    monkeypatch.setattr(library, "LEAST_ELEMENTS", 1)
     core, generator = library.core(), torch.Generator().manual_seed(bits)
     assert core is not None
     for rows, inputs in ((1, 2), (3, 64), (5, 128), (7, 62), (33, 100)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from atomtrain.engine.updates import gradient_norms
-from atomtrain.native import library, pool
+from atomtrain.native import library
 from atomtrain.optimizers.compiled import same_bits
 
 TAKEN = [
@@ -41,8 +41,8 @@ def drawn(dtype: torch.dtype) -> list[Tensor]:
 def test_they_are_pytorchs(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, wide: bool, threads: int
 ) -> None:
-    monkeypatch.setattr(pool, "threads", lambda: threads)
-    monkeypatch.setattr(pool, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(library, "threads", lambda: threads)
+    monkeypatch.setattr(library, "LEAST_ELEMENTS", 1)
     gradients = drawn(dtype)
     assert gradient_norms.equal(dtype, wide), "the compiled kernel is used"
     found = gradient_norms.norms(gradients, wide=wide)

@@ -96,7 +96,7 @@ def test_values_are_those_of_the_formula(
     stored, expected = quantise("a.b.weight", torch.randn(shape))
     files = opened(tmp_path, {**stored, "plain": torch.arange(3.0)}, settings)
     if in_slices:
-        for module in ("fp8", "mxfp4", "bitsandbytes", "integers"):
+        for module in ("floats", "bitsandbytes", "integers"):
             path = f"atomtrain.models.dequantised.{module}.SLICE_ELEMENTS"
             monkeypatch.setattr(path, 128)
     assert set(files) - {"a.b.weight_format"} == {"a.b.weight", "plain"}

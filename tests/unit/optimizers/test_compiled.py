@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError
-from atomtrain.native import library, pool
-from atomtrain.optimizers import SGD, AdamW, adamw, companding, compiled, moments, sgd
+from atomtrain.native import library
+from atomtrain.optimizers import SGD, AdamW, companding, compiled, elementwise, moments
 from atomtrain.optimizers.base import check_gradient
 from atomtrain.optimizers.compiled import Paths, same_bits
 from atomtrain.optimizers.masters import Scaling
@@ -30,7 +30,7 @@ ADAMW: dict[str, Any] = {"eps": 1e-8, "seed": 11}
 def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert library.core() is not None, "run `python -m atomtrain.native.build`"
     monkeypatch.setattr(moments, "SLICE", SLICE)
-    monkeypatch.setattr(pool, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(library, "LEAST_ELEMENTS", 1)
 
 
 class Drawn:
@@ -108,9 +108,9 @@ def test_adamw_gives_the_bits_of_pytorch(
     by = scalings(gradient_dtype)[scaling]
     ends = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "threads", lambda: threads)
+        patch.setattr(library, "threads", lambda: threads)
         for way in ("_torch", "_compiled"):
-            ends.append(updated(adamw.PATHS, way, start, gradients, group, by))
+            ends.append(updated(elementwise.ADAMW_PATHS, way, start, gradients, group, by))
     for index, (one, other) in enumerate(zip(*ends, strict=True)):
         assert same_bits(one, other), index
 
@@ -142,9 +142,9 @@ def test_sgd_gives_the_bits_of_pytorch(
     by = scalings(gradient_dtype)[scaling]
     ends = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "threads", lambda: threads)
+        patch.setattr(library, "threads", lambda: threads)
         for way in ("_torch", "_compiled"):
-            ends.append(updated(sgd.PATHS, way, start, gradients, group, by))
+            ends.append(updated(elementwise.SGD_PATHS, way, start, gradients, group, by))
     for index, (one, other) in enumerate(zip(*ends, strict=True)):
         assert same_bits(one, other), index
 
@@ -158,7 +158,9 @@ def test_every_gradient_of_16_bits_is_clipped_as_mul_does(dtype: torch.dtype) ->
     group |= {"lr": -1.0, "master": "float32"}
     for number in (1.0, 0.7312, 1e-3, 3e-7):
         by = Scaling(1.0, torch.tensor(number))
-        _, master = updated(sgd.PATHS, "_compiled", -torch.zeros_like(every), [every], group, by)
+        _, master = updated(
+            elementwise.SGD_PATHS, "_compiled", -torch.zeros_like(every), [every], group, by
+        )
         assert same_bits(master, every.clone().mul_(torch.tensor(number)).float()), number
 
 
@@ -170,7 +172,7 @@ def test_8_bit_moments_agree_where_roots_nearly_round_up() -> None:
     group = {**ADAMW, "state": "int8", "master": "split", "lr": 1e-3, "weight_decay": 0.1}
     group["betas"] = (0.9, 0.999)
     ways = [
-        updated(adamw.PATHS, way, start, gradients, group, Scaling())
+        updated(elementwise.ADAMW_PATHS, way, start, gradients, group, Scaling())
         for way in ("_torch", "_compiled")
     ]
     assert all(same_bits(one, other) for one, other in zip(*ways, strict=True))
@@ -210,7 +212,7 @@ def test_other_bits_are_noticed_and_pytorch_does_the_work(
     make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As with a PyTorch that computes otherwise: the core's numbers are a little off."""
-    paths = adamw.PATHS if make is AdamW else sgd.PATHS
+    paths = elementwise.ADAMW_PATHS if make is AdamW else elementwise.SGD_PATHS
     monkeypatch.setattr(paths, "_equal", {})
     right = compiled._memory
 

@@ -36,7 +36,7 @@ def planned(built: Built, request: Request) -> Plan:
 def steady_s(built: Built, plan: Plan) -> float:
     """Return the simulated time from step to step; updates come in forward's order."""
     given = Given(chain=built.chain, costs=built.costs, times=built.times, machine=built.machine)
-    costing = Costing(given, Layout(built.chain), Steps(micro_batches=1))
+    costing = Costing(given, Steps(micro_batches=1))
     visits = training_visits(plan.shape)
     times = costing.visit_times(plan.shape, visits)
     return steady_step_s(visits, times, clips=True)

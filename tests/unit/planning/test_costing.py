@@ -11,7 +11,6 @@ from atomtrain.analysis import LayerTime
 from atomtrain.planning.cost.costing import Costing, Given, Steps
 from atomtrain.planning.cost.segments import SavedTensors
 from atomtrain.planning.cost.timeline import StepTime
-from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.machine import Machine
 from atomtrain.planning.plan.shape import Shape, training_visits
 from tests.unit.analysis.test_profile import parts, small_gpt
@@ -47,7 +46,7 @@ def step(model, shape: Shape, time: LayerTime = ESTIMATED, **rates: float) -> St
     times = {cost.kind: time for cost in costs.layers}
     machine, steps = dataclasses.replace(FAST, **rates), Steps(micro_batches=MICRO_BATCHES)
     given = Given(chain=chain, costs=costs, times=times, machine=machine)
-    return Costing(given, Layout(chain), steps).step(shape)
+    return Costing(given, steps).step(shape)
 
 
 def test_each_visit_costs_once_for_each_micro_batch(model, shape: Shape) -> None:

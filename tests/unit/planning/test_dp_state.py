@@ -19,8 +19,13 @@ from atomtrain.planning.search.dp_state import (
     Lasting,
     undominated,
 )
+from atomtrain.planning.search.space import Family
 
 ROUNDING, MORE = 1e-15, 1e-9
+
+
+def family(slots: int, buffers: int) -> Family:
+    return Family((), slots, buffers, "device", False)
 
 
 def kept(*rows: tuple[float, ...]) -> set[int]:
@@ -72,7 +77,7 @@ LASTING = {"visit_s": 10.0, "loading_s": 4.0, "unload_s": 3.0, "update_s": 2.0}
 
 
 def test_with_two_slots_the_next_load_goes_on_beside_compute() -> None:
-    clocks = Clocks(overlap=True, gradient_buffers=2, most_load_s=9.0, disk=None)
+    clocks = Clocks(family(2, 2), None, 9.0)
     before = clocks_of({COMPUTE: 5.0, LOAD: 3.0, UNLOAD: 6.0, BEFORE: 1.0, UPDATE: 30.0})
     after = visited(clocks, before, **LASTING)
     # The load is there at 7, after compute was free at 5.
@@ -83,7 +88,7 @@ def test_with_two_slots_the_next_load_goes_on_beside_compute() -> None:
 
 
 def test_with_one_slot_loads_follow_compute() -> None:
-    clocks = Clocks(overlap=False, gradient_buffers=2, most_load_s=9.0, disk=None)
+    clocks = Clocks(family(1, 2), None, 9.0)
     after = visited(clocks, clocks_of({COMPUTE: 5.0, LOAD: 5.0}), **LASTING)
     assert (after[COMPUTE], after[LOAD]) == (19.0, 19.0)
 
@@ -91,13 +96,13 @@ def test_with_one_slot_loads_follow_compute() -> None:
 def test_a_gradient_buffer_is_free_once_it_was_unloaded() -> None:
     before = clocks_of({UNLOAD: 20.0, BEFORE: 15.0})
     for buffers, begin_s in ((1, 20.0), (2, 15.0)):
-        clocks = Clocks(overlap=True, gradient_buffers=buffers, most_load_s=9.0, disk=None)
+        clocks = Clocks(family(2, buffers), None, 9.0)
         assert visited(clocks, before, **LASTING)[COMPUTE] == begin_s + 10.0
 
 
 def test_a_disk_works_from_the_first_gradients_on() -> None:
     disk = DiskWork(read_s=7.0, update_s=1.0, write_s=5.0, ahead_s=2.0, blocks=4, clips=False)
-    clocks = Clocks(overlap=True, gradient_buffers=2, most_load_s=0.0, disk=disk)
+    clocks = Clocks(family(2, 2), disk)
     before = clocks_of({COMPUTE: 1.0, FIRST: 6.0, UPDATE: 3.0})
     assert visited(clocks, before, visit_s=1.0)[FIRST] == 6.0
     assert float(clocks.ends(before)[0]) == max(3.0 + disk.last_s, 6.0 + disk.working_s)

@@ -63,8 +63,7 @@ def test_values_wait_once_for_each_device_whatever_lies_on_disk(tiny: Subject) -
     for on_disk in ((), ("moments",)):
         use = disk_use(chain, layout, states_of_two_moments(chain), on_disk)
         models = [
-            MemoryModel(chain, analysis.costs, layout, 2, updates, use, devices)
-            for devices in (1, 2, 3)
+            MemoryModel(chain, analysis.costs, 2, updates, use, devices) for devices in (1, 2, 3)
         ]
         one, two, three = (model.host_bytes(shape) for model in models)
         assert len({model.state_bytes for model in models}) == 1

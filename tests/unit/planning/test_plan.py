@@ -121,7 +121,7 @@ def test_the_chosen_plan_is_within_a_hundredth_of_all_that_fit(chain_and_costs) 
     chain, costs = chain_and_costs
     on = machine("2MiB", 1e8)
     best = plan(chain_and_costs, on)
-    memory = MemoryModel(chain, costs, Layout(chain), 2)
+    memory = MemoryModel(chain, costs, 2)
     for segments in range(1, len(chain.layers) + 1):
         for slots in (2, 3):
             try:

@@ -30,9 +30,8 @@ from atomtrain.planning.plan.shape import Activation
 from atomtrain.planning.search import choice as choice_module
 from atomtrain.planning.search import search as search_module
 from atomtrain.planning.search.activation_dp import Mixed
-from atomtrain.planning.search.choice import AS_FAST, Choice, fastest_of, leanest_of
+from atomtrain.planning.search.choice import AS_FAST, Choice, Mixing, fastest_of, leanest_of
 from atomtrain.planning.search.memory_limit import least_device_bytes
-from atomtrain.planning.search.slot_sizes import Mixing
 from atomtrain.planning.search.space import Space
 from tests.support.planning_models import check_shape
 
@@ -139,11 +138,11 @@ class Built(NamedTuple):
         layout = Layout(self.chain)
         disk = disk_use(self.chain, layout, two_moments(self.chain), self.on_disk)
         count = request.micro_batches
-        memory = MemoryModel(self.chain, self.costs, layout, count)
+        memory = MemoryModel(self.chain, self.costs, count)
         given = Given(chain=self.chain, costs=self.costs, times=self.times, machine=self.machine)
         steps = Steps(micro_batches=count, disk=disk, clips=self.clips)
-        costing = Costing(given, layout, steps)
-        return Space(self.chain, self.costs, layout, memory, costing, request)
+        costing = Costing(given, steps)
+        return Space(self.costs, memory, costing, request)
 
 
 def build(problem: Problem) -> Built:

@@ -51,13 +51,6 @@ def exported_layers(
 ) -> ExportedLayers:
     """Return the layers of any model.
 
-    Args:
-        model: Weights may be on the meta device.
-        example: One micro-batch; all later ones must have its shapes.
-        inputs: Of the example.
-        own_loss: The last layer writes the output's loss, not the output.
-        device: Where the layers will run.
-
     Raises:
         AnalysisError: see `export`.
     """
@@ -166,12 +159,6 @@ def attach(
     graph: Graph, first: Remembered, layers: Sequence[Layer], input_names: Sequence[str]
 ) -> None:
     """Give each layer its operations in the other mode.
-
-    Args:
-        graph: Exported in the other mode.
-        first: Of the mode that the layers were made in.
-        layers: Their modules are `GraphLayer`s.
-        input_names: Names of the micro-batch's tensors.
 
     Raises:
         AnalysisError: an operation needs a weight or a value that its layer does not have.

@@ -239,14 +239,7 @@ class ImageTokens(NamedTuple):
 def image_tokens(
     model: nn.Module, graph: fx.Graph, inputs: Mapping[fx.Node, int], names: Sequence[str]
 ) -> list[ImageTokens]:
-    """Return what must hold of each micro-batch of a model whose configuration names the token.
-
-    Args:
-        model: Any; of one without such a configuration nothing is known.
-        graph: Its operations.
-        inputs: Placeholders of the micro-batch's tensors, with their positions.
-        names: Of these tensors, by position.
-    """
+    """Return what must hold of each micro-batch of a model whose configuration names the token."""
     config = getattr(model, "config", None)
     known = {getattr(config, key, None) for key in _KEYS} - {None}
     found = []

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from atomtrain.native import library, pool
+from atomtrain.native import library
 from atomtrain.native.library import GRADIENTS, address
 
 _LOG = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ def norms(gradients: Sequence[Tensor], *, wide: bool) -> list[Tensor]:
         for index in indices:
             take(index)
 
-    hands = pool.dealt([gradient.numel() for gradient in gradients], pool.threads())
-    pool.share([functools.partial(hand, indices) for indices in hands])
+    hands = library.dealt([gradient.numel() for gradient in gradients], library.threads())
+    library.share([functools.partial(hand, indices) for indices in hands])
     return found
 
 

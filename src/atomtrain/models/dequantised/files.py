@@ -47,10 +47,6 @@ class DequantisedFiles(WeightFiles):
     def __init__(self, stored: WeightFiles, settings: Mapping[str, Any]) -> None:
         """Find what is quantised.
 
-        Args:
-            stored: What the files hold.
-            settings: The model's `quantization_config`, checked.
-
         Raises:
             DataError: a quantised weight lacks a part.
         """

@@ -96,8 +96,8 @@ class Steps:
 class Costing:
     """Answers how long visits, and whole steps, take."""
 
-    def __init__(self, given: Given, layout: Layout, steps: Steps) -> None:
-        """`layout` and `steps` are those of the given chain.
+    def __init__(self, given: Given, steps: Steps) -> None:
+        """`steps` are those of the given chain.
 
         Raises:
             PlanError: a time is missing, negative or no number.
@@ -109,6 +109,7 @@ class Costing:
         self.layer_forward_s = [micro_batches * time.forward_s for time in per_layer]
         self.layer_backward_s = [micro_batches * time.backward_s for time in per_layer]
         self._segments = segments_of(chain, costs)
+        layout = self._segments.layout
         updates = steps.updates or two_moments(chain)
         self._updated = updates.of_blocks(chain, layout)
         self._host_only = {
@@ -163,14 +164,7 @@ class Costing:
     def table(
         self, phase: Phase, place: Place, *, load: bool, activation: Activation = "recompute"
     ) -> VisitTable:
-        """Return the seconds of a visit to each segment.
-
-        Args:
-            phase: Forward, turn or backward.
-            place: What is resident, and where values wait.
-            load: Whether the segment is loaded.
-            activation: What happens to what forward saves; nothing else than `recompute` in turn.
-        """
+        """Return the seconds of a visit to each segment."""
         key = (phase, place, load, activation)
         if key not in self._tables:
             moved = self.traffic.moved(place.resident, place.on_device)
@@ -180,11 +174,7 @@ class Costing:
         return self._tables[key]
 
     def disk_work(self, on_device: Collection[int] = ()) -> DiskWork | None:
-        """Return what all updates take, if they go on in the next forward or state is on disk.
-
-        Args:
-            on_device: Blocks that are updated on the device, when their gradients are complete.
-        """
+        """Return what all updates take, if they go on in the next forward or state is on disk."""
         use, clips = self._disk, self._clips
         others = self._host_only.union(on_device)
         host = (b.host_work for i, b in enumerate(self._updated) if i not in others)
@@ -215,15 +205,7 @@ def spans_of(
     clips: bool = False,
     updates: UpdateModel | None = None,
 ) -> list[Span]:
-    """Return the predicted spans of one step of a plan.
-
-    Args:
-        plan: Made from `given`.
-        given: Model and machine.
-        states: The optimizer's state of each parameter, if part of it is on disk.
-        clips: As in the plan's request.
-        updates: As in the plan's request.
-    """
+    """Return the predicted spans of one step of a plan."""
     if not plan.remakes:
         given = given.sending_all()
     chain, costs, count = given.chain, given.costs, plan.host_layers
@@ -236,7 +218,7 @@ def spans_of(
         updates=updates,
         spends=plan.spends,
     )
-    spans = Costing(given, layout, steps).spans(plan.shape)
+    spans = Costing(given, steps).spans(plan.shape)
     if not count:
         return spans
     disk = disk_use(chain, layout, states or {}, plan.on_disk)

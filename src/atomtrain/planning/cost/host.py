@@ -91,17 +91,7 @@ def host_time(
     disk: DiskUse,
     updates: UpdateModel,
 ) -> HostTime:
-    """Return what a step takes longer for its leading layers on the host.
-
-    Args:
-        chain: The whole model.
-        costs: Of all its layers.
-        host_layers: How many of them run on the host.
-        machine: Rates of the host.
-        micro_batches: Of a step.
-        disk: Of the whole chain.
-        updates: What the optimizer takes.
-    """
+    """Return what a step takes longer for its leading layers on the host."""
     if not host_layers:
         return HostTime()
     layers = costs.layers[:host_layers]

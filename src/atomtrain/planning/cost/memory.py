@@ -22,7 +22,7 @@ from atomtrain.analysis.layers.chain import Chain
 from atomtrain.planning.cost.segments import segments_of
 from atomtrain.planning.cost.visit_memory import visit_bytes
 from atomtrain.planning.plan.disk import DiskUse
-from atomtrain.planning.plan.layout import Layout, host_gradients
+from atomtrain.planning.plan.layout import host_gradients
 from atomtrain.planning.plan.shape import Activation, Boundary, Phase, Shape, training_visits
 from atomtrain.planning.plan.updating import UpdateModel, two_moments
 
@@ -56,7 +56,6 @@ class MemoryModel:
         self,
         chain: Chain,
         costs: ChainCosts,
-        layout: Layout,
         micro_batches: int,
         updates: UpdateModel | None = None,
         disk: DiskUse | None = None,
@@ -67,13 +66,13 @@ class MemoryModel:
         """`updates` says what the optimizer takes; `None` is AdamW. `devices` share the host.
         `spends`: gradients share rooms there."""
         self.spends = spends
-        self._chain, self._costs, self._layout = chain, costs, layout
+        self._chain, self._costs = chain, costs
         self.micro_batches = micro_batches
-        self._updates = updates or two_moments(chain)
-        self._updated = self._updates.of_blocks(chain, layout)
-        self._disk, self._devices = disk, devices
         self._all = segments_of(chain, costs)
-        self.saved = self._all.saved
+        self.layout, self.saved = self._all.layout, self._all.saved
+        self._updates = updates or two_moments(chain)
+        self._updated = self._updates.of_blocks(chain, self.layout)
+        self._disk, self._devices = disk, devices
         self.buffers_bytes = self._buffers_bytes()
         """Buffers on the device, each storage once; those that forward changes also as they were
         for each micro-batch."""
@@ -123,7 +122,7 @@ class MemoryModel:
     def fixed_bytes(self, resident: Collection[int], on_device: Collection[int] = ()) -> int:
         """Return what is on the device whatever the partition."""
         # Each micro-batch's loss, a scalar, stays until the step ends.
-        layout = self._layout
+        layout = self.layout
         places = sum(layout.block_arena_bytes(block) for block in resident)
         if layout.gradient_factor > 1:  # one gradient at a time is widened
             trained = (p for p in self._chain.parameters if p.requires_grad)
@@ -143,7 +142,7 @@ class MemoryModel:
             *itertools.pairwise(shape.forward_bounds),
             *itertools.pairwise(shape.backward_bounds),
         )
-        layout = self._layout
+        layout = self.layout
         most = max(layout.gradients.segment_bytes(*pair, resident) for pair in pairs)
         return Sizes(
             max(layout.segment_bytes(*pair, resident) for pair in pairs),
@@ -159,7 +158,7 @@ class MemoryModel:
         waiting += self.host_backward_bytes(first)
         process = process_bytes(len(self._costs.layers), self._devices * self.sent_storages(shape))
         if self.spends:  # else they are in the state
-            waiting += host_gradients(self._layout, shape, spends=True).total_bytes
+            waiting += host_gradients(self.layout, shape, spends=True).total_bytes
         return self.state_bytes + self._devices * waiting + process
 
     def host_backward_bytes(self, host_layers: int) -> int:
@@ -180,7 +179,7 @@ class MemoryModel:
     def state_bytes(self) -> int:
         """Parameters, gradients (but where they share rooms, which depend on the shape), optimizer
         state, and staging memory for what is on disk."""
-        layout = self._layout
+        layout = self.layout
         kept = layout.total_bytes if self.spends else layout.arena_bytes
         kept += self._updates.host_bytes
         if self._disk is None:
@@ -192,7 +191,7 @@ class MemoryModel:
         boundaries: tuple[Boundary, ...] = ("device", "host")
         phase = Phase.TURN if index + 1 == len(self._chain.layers) else Phase.BACKWARD
         work = min(self.work_bytes(phase, index, index + 1, b) for b in boundaries)
-        layout = self._layout
+        layout = self.layout
         gradients = layout.gradient_factor * layout.gradients.segment_bytes(index, index + 1)
         return layout.segment_bytes(index, index + 1) + gradients + work
 
@@ -205,16 +204,7 @@ class MemoryModel:
         activation: Activation = "recompute",
         on_device: bool = False,
     ) -> int:
-        """Return the peak of a visit beside what is held, the window, and other kept segments.
-
-        Args:
-            phase: Forward, turn or backward.
-            start: The segment's first layer.
-            stop: The layer after its last one.
-            boundary: Where values wait.
-            activation: What happens to what the segment saves; the turn has none of it.
-            on_device: Whether blocks are updated on the device.
-        """
+        """Return the peak of a visit beside what is held, the window, and other kept segments."""
         scratch = self.device_scratch_bytes if on_device else 0
         of, count = self._all.of(start, stop), self.micro_batches
         return int(visit_bytes(phase, of, count, boundary, activation, scratch))

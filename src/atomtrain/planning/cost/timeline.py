@@ -187,13 +187,7 @@ class Streams:
         return start_s + length_s
 
     def lay(self, visit: Visit, time: VisitTime, *, begin_s: float = 0.0) -> None:
-        """Lay out a step's next visit.
-
-        Args:
-            visit: The visit.
-            time: How long it takes on each stream.
-            begin_s: When it may begin.
-        """
+        """Lay out a step's next visit."""
         ready = 0.0
         if visit.load:
             free = self._ends_s[visit.free_after] if visit.free_after >= 0 else 0.0

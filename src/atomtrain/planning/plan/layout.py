@@ -132,13 +132,7 @@ class Layout:
         return [*range(start, stop), *shared]
 
     def pieces(self, start: int, stop: int, resident: Collection[int] = ()) -> list[Piece]:
-        """Return the ranges that layers `start` to `stop` need, with their places in a slot.
-
-        Args:
-            start: The first layer.
-            stop: The layer after the last one.
-            resident: Blocks that have places of their own and need none in the slot.
-        """
+        """Return the ranges that layers `start` to `stop` need, with their places in a slot."""
         pieces: list[Piece] = []
         cursor = 0
         for block in self.blocks_of(start, stop):

@@ -74,7 +74,7 @@ class Mixed:
         self._visits = Visits(space.costing, family)
         self._disk = space.costing.disk_work(family.place.on_device)
         self._backlog_s = 0.0 if self._disk is None else self._disk.backlog_s
-        self._clocks = self._new_clocks(0.0)
+        self._clocks = Clocks(family, self._disk)
         ahead, back = space.costing.layer_forward_s, space.costing.layer_backward_s
         self._ahead_s = np.concatenate(([0.0], np.cumsum(ahead)))
         self._back_s = np.concatenate(([0.0], np.cumsum(back)))
@@ -109,7 +109,7 @@ class Mixed:
         fits = (room.segments >= 0).any(axis=0)
         loads = np.where(fits, self._visits.backward().loading_s, 0.0)
         self._most_load_s = loads.max(axis=0)
-        self._clocks = self._new_clocks(float(loads.max()))
+        self._clocks = Clocks(self._family, self._disk, float(loads.max()))
         pending: Pending = {}
         self._begin(room, below_s, pending)
         done: dict[int, Ways] = {}
@@ -128,15 +128,6 @@ class Mixed:
         if steps_s[label] >= below_s:
             return None
         return Found(float(steps_s[label]), self._shape(done, label))
-
-    def _new_clocks(self, most_load_s: float) -> Clocks:
-        buffers = self._family.gradient_buffers
-        return Clocks(
-            overlap=self._overlap,
-            gradient_buffers=buffers,
-            most_load_s=most_load_s,
-            disk=self._disk,
-        )
 
     def _begin(self, room: Room, below_s: float, pending: Pending) -> None:
         starts = np.flatnonzero(room.turn >= 0)
@@ -283,9 +274,8 @@ class Mixed:
             self._visits.backward(),
             self._ahead_s,
             self._back_s,
+            self._family,
             self._disk,
-            overlap=self._overlap,
-            single=self._family.gradient_buffers == 1,
         )
 
     def _shape(self, done: dict[int, Ways], label: int) -> Shape:

@@ -1,15 +1,25 @@
 """Chooses among the plans of a space: the fastest, and the leanest of those about as fast.
 
-Each family of plans is solved on its own (`partition_dp.py`, `activation_dp.py`); families are
-tried by their bounds, so that most are never searched.
+Each family of plans is solved on its own (`partition_dp.py`, `activation_dp.py`), in tasks that are
+tried by their bounds, those that promise most first, so that most are never searched.
+
+The bound of each size of slots alone is cheap and near: most sizes are left out by it. Where plans
+keep or offload, the others are searched at once, as if a slot were as large as the largest and took
+no more than the smallest. What is found so is the best of all if it fits. If not, its own size
+parts the others: with smaller slots its largest segment has no place, and larger ones leave as
+little room as its own.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,9 +28,168 @@ import numpy as np
 from atomtrain.planning.plan.shape import Shape
 from atomtrain.planning.search.activation_dp import Mixed
 from atomtrain.planning.search.partition_dp import Found, Optimum
-from atomtrain.planning.search.slot_sizes import Mixing, Recomputing
 from atomtrain.planning.search.space import Family, Space
-from atomtrain.planning.search.tasks import Task, fastest, limits
+
+_NEAR = (1.01, 1.04, 1.16, 1.64)
+"""How far above the least that any plan could take plans are looked for, before all are."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A part of the space that is searched at once, under a limit of device memory."""
+
+    bound_s: float
+    """No plan of the part is faster."""
+    best: Callable[[float], Found | None]
+    """Gives the part's fastest plan, or `None` if none is faster than so many seconds."""
+    tighten: Callable[[], float] | None = None
+    """Gives a nearer bound with more work; it is asked only if it matters."""
+
+    @cached_property
+    def tight_s(self) -> float:
+        return self.bound_s if self.tighten is None else max(self.bound_s, self.tighten())
+
+
+def fastest(tasks: Sequence[Task], below_s: float) -> Found | None:
+    """Return the fastest plan of all parts, or `None` if none is faster than `below_s`."""
+    best: Found | None = None
+    # Those that promise most first: the others then end early.
+    waiting = [(task.bound_s, index, False) for index, task in enumerate(tasks)]
+    heapq.heapify(waiting)
+    while waiting:
+        bound_s, index, tight = heapq.heappop(waiting)
+        if bound_s >= below_s:
+            break
+        if not tight:
+            heapq.heappush(waiting, (tasks[index].tight_s, index, True))
+            continue
+        found = tasks[index].best(below_s)
+        if found is not None:
+            best, below_s = found, found.step_s
+    return best
+
+
+def limits(tasks: Iterable[Task], below_s: float) -> Iterator[float]:
+    """Yield the limits of time under which plans are looked for, one after the other, until there
+    is one: the nearer a limit is to what tasks promise, the less is searched under it."""
+    least_s = np.inf
+    for task in sorted(tasks, key=lambda task: task.bound_s):
+        if task.bound_s >= least_s:
+            break
+        least_s = min(least_s, task.tight_s)
+    for ratio in _NEAR:
+        limit_s = ratio * least_s
+        if 0 < limit_s < below_s:
+            yield limit_s
+    yield below_s
+
+
+class _BySize(ABC):
+    """Plans with slots of one of some sizes, under a limit of device memory."""
+
+    def __init__(self, space: Space, family: Family, device_bytes: int) -> None:
+        """Some plan of the family holds less than `device_bytes`."""
+        self._space, self._family, self._device_bytes = space, family, device_bytes
+        self._sizes = space.slot_sizes_within(family, device_bytes)
+        self._bounds_s: dict[tuple[int, int], float] = {}
+
+    @abstractmethod
+    def _bound_of(self, sizes: Sequence[int]) -> float:
+        """Return a time below which no plan with slots of these sizes is."""
+
+    def loose_bound_s(self) -> float:
+        return self._range_bound_s(0, len(self._sizes))
+
+    def bound_s(self) -> float:
+        return next((bound_s for bound_s, _ in self._by_bound()), np.inf)
+
+    def _hopeful(self, below_s: float) -> list[int]:
+        hopeful = []
+        for bound_s, size in self._by_bound():
+            if bound_s >= below_s:
+                break
+            hopeful.append(size)
+        return sorted(hopeful)
+
+    def _by_bound(self) -> Iterator[tuple[float, int]]:
+        """Yield sizes by their bounds, which are made only of those whose turn it might be: what no
+        size of a range is below is known first."""
+        waiting = [(self.loose_bound_s(), 0, len(self._sizes))]
+        while waiting:
+            bound_s, start, stop = heapq.heappop(waiting)
+            if stop == start + 1:
+                yield bound_s, self._sizes[start]
+                continue
+            middle = (start + stop) // 2
+            for half in ((start, middle), (middle, stop)):
+                heapq.heappush(waiting, (max(bound_s, self._range_bound_s(*half)), *half))
+
+    def _range_bound_s(self, start: int, stop: int) -> float:
+        key = start, stop
+        if key not in self._bounds_s:
+            self._bounds_s[key] = self._bound_of(self._sizes[start:stop])
+        return self._bounds_s[key]
+
+
+class Recomputing(_BySize):
+    def __init__(self, space: Space, family: Family, optimum: Optimum, device_bytes: int) -> None:
+        super().__init__(space, family, device_bytes)
+        self._optimum = optimum
+
+    def best(self, below_s: float) -> Found | None:
+        hopeful = set(self._hopeful(below_s))
+        some = self._space.different(self._family, self._device_bytes) if hopeful else ()
+        parts = [
+            Task(self._optimum.bound_s(allowed), functools.partial(self._within, slot_bytes))
+            for slot_bytes, allowed in some
+            if slot_bytes in hopeful
+        ]
+        return fastest(parts, below_s)
+
+    def _within(self, slot_bytes: int, below_s: float) -> Found | None:
+        allowed = self._space.allowed(self._family, slot_bytes, self._device_bytes)
+        return self._optimum.best(allowed, below_s)
+
+    def _bound_of(self, sizes: Sequence[int]) -> float:
+        allowed = self._space.allowed_of(self._family, sizes, self._device_bytes)
+        return self._optimum.bound_s(allowed)
+
+
+class Mixing(_BySize):
+    def __init__(self, space: Space, family: Family, mixed: Mixed, device_bytes: int) -> None:
+        super().__init__(space, family, device_bytes)
+        self._mixed = mixed
+
+    def loosest(self, below_s: float) -> Found | None:
+        """Return a plan of all sizes at once, or `None` if none is faster than `below_s`. If it
+        fits it is the best of them."""
+        return self._loosest(self._hopeful(below_s), below_s)
+
+    def best(self, below_s: float) -> Found | None:
+        return self._best(self._hopeful(below_s), below_s)
+
+    def _best(self, sizes: Sequence[int], below_s: float) -> Found | None:
+        found, memory = self._loosest(sizes, below_s), self._space.memory
+        if found is None or memory.device_bytes(found.shape) <= self._device_bytes:
+            return found
+        middle = bisect.bisect_left(sizes, memory.sizes(found.shape).slot_bytes)
+        assert 0 < middle < len(sizes)
+        best: Found | None = None
+        for some in (sizes[:middle], sizes[middle:]):
+            hopeful = set(self._hopeful(below_s)) & set(some)
+            better = self._best(sorted(hopeful), below_s)
+            if better is not None:
+                best, below_s = better, better.step_s
+        return best
+
+    def _loosest(self, sizes: Sequence[int], below_s: float) -> Found | None:
+        if not sizes:
+            return None
+        return self._mixed.best(self._mixed.rooms.room(sizes, self._device_bytes), below_s)
+
+    def _bound_of(self, sizes: Sequence[int]) -> float:
+        return self._mixed.bound_s(self._mixed.rooms.room(sizes, self._device_bytes))
+
 
 AS_FAST = 0.002
 """Of plans that differ by less the leaner one is better. Less than what predictions miss by: of two
@@ -131,12 +300,6 @@ def leanest_of(space: Space, fastest: Choice, limit_s: float, device_bytes: int)
     Plans whose values wait on the device come first, then those that offload nothing: what goes
     through the host takes its memory bandwidth even where the prediction hides it. If the fastest
     plan is of the kind that comes first, the plan is as fast as that (`AS_FAST`).
-
-    Args:
-        space: The plans.
-        fastest: The fastest one under the limit of memory.
-        limit_s: The longest step.
-        device_bytes: The limit of memory.
     """
     best: Choice | None = None
     for rank in itertools.product(("device", "host"), (False, True)):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from atomtrain.planning.cost.tables import VisitTable
 from atomtrain.planning.cost.timeline import DiskWork
+from atomtrain.planning.search.space import Family
 
 Array = NDArray[np.float64]
 Starts = NDArray[np.intp]
@@ -47,15 +48,13 @@ class Lasting(NamedTuple):
 
 
 class Clocks:
-    def __init__(
-        self, *, overlap: bool, gradient_buffers: int, most_load_s: float, disk: DiskWork | None
-    ) -> None:
-        """`overlap`: there are two slots. `most_load_s`: the longest load of any backward visit.
-        `disk`: what updates take where state is on disk."""
+    def __init__(self, family: Family, disk: DiskWork | None, most_load_s: float = 0.0) -> None:
+        """`disk`: what updates take where state is on disk. `most_load_s`: the longest load of any
+        backward visit."""
         self._working_s = 0.0 if disk is None else disk.working_s
         self._last_s = 0.0 if disk is None else disk.last_s
         self._disk = disk
-        self._overlap, self._single = overlap, gradient_buffers == 1
+        self._overlap, self._single = family.slots > 1, family.gradient_buffers == 1
         self._most_load_s = most_load_s
 
     def after_turn(

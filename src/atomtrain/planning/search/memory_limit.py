@@ -315,12 +315,7 @@ def _least_work(space: Space, family: Family, slot_bytes: int) -> float:
 
 
 def _least_path(work: Bytes, segments: int | None) -> Bytes:
-    """Return the least work of the busiest segment of a partition of layers 0 to each cut.
-
-    Args:
-        work: Of each segment, `[start, stop]`; infinite where it is not allowed.
-        segments: Their number, or `None` for any.
-    """
+    """Return the least work of the busiest segment of a partition of layers 0 to each cut."""
     cuts = work.shape[0]
     least = np.full(cuts, np.inf)
     least[0] = 0

@@ -120,23 +120,12 @@ class Rest:
         back: VisitTable,
         ahead_s: Array,
         back_s: Array,
+        family: Family,
         disk: DiskWork | None,
-        *,
-        overlap: bool,
-        single: bool,
     ) -> None:
-        """Make the bounds of a family.
-
-        Args:
-            ahead: Seconds of forward visits.
-            back: Seconds of backward visits.
-            ahead_s: Compute of forward below each cut, `[cut]`.
-            back_s: The same of recomputing and backward.
-            disk: What updates take where state is on disk.
-            overlap: There are two slots.
-            single: There is one gradient buffer.
-        """
-        self._overlap, self._single = overlap, single
+        """`ahead` and `back` are visits, `ahead_s` and `back_s` compute below each cut, `[cut]`, of
+        forward, and of recomputing and backward."""
+        self._overlap, self._single = family.slots > 1, family.gradient_buffers == 1
         self._working_s = 0.0 if disk is None else disk.working_s
         self.forward_s = np.maximum(ahead_s + ahead.loading_s[0, 1], ahead.loading_s[0])
         """The rest of forward with its first load. A range loaded at once takes no longer than in

@@ -68,7 +68,7 @@ class Optimum:
         self._layers = len(costing.layer_forward_s)
         self._disk = costing.disk_work(place.on_device)
         self._backlog_s = 0.0 if self._disk is None else self._disk.backlog_s
-        self._clocks = self._new_clocks(0.0)
+        self._clocks = Clocks(family, self._disk)
         self._starts: dict[bytes, Forward] = {}
         self._ahead_s = np.concatenate(([0.0], np.cumsum(costing.layer_forward_s)))
         self._back_s = np.concatenate(([0.0], np.cumsum(costing.layer_backward_s)))
@@ -109,7 +109,7 @@ class Optimum:
 
     def best(self, allowed: Allowed, below_s: float = np.inf) -> Found | None:
         most_load_s = float(self._backward.loading_s[allowed.backward].max(initial=0.0))
-        self._clocks = self._new_clocks(most_load_s)
+        self._clocks = Clocks(self._family, self._disk, most_load_s)
         forward = self._forwards(allowed)
         labels = self._begin(allowed, forward, below_s)
         done: dict[tuple[int, int], _Labels] = {}
@@ -128,15 +128,6 @@ class Optimum:
         if not ends or min(ends)[0] >= below_s:
             return None
         return self._found(*min(ends), done, forward, allowed)
-
-    def _new_clocks(self, most_load_s: float) -> Clocks:
-        buffers = self._family.gradient_buffers
-        return Clocks(
-            overlap=self._overlap,
-            gradient_buffers=buffers,
-            most_load_s=most_load_s,
-            disk=self._disk,
-        )
 
     def _forwards(self, allowed: Allowed) -> Forward:
         """Return the earliest starts, remembered for limits that allow the same segments."""

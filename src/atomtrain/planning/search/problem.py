@@ -58,9 +58,7 @@ class Problem:
         states = request.disk.states if request.disk is not None else {}
         disk = disk_use(self.chain, layout, states, on_disk)
         self._disk = disk_use(chain, whole_layout, states, on_disk)
-        self.memory = MemoryModel(
-            self.chain, rest_costs, layout, count, updates, spends=request.spends
-        )
+        self.memory = MemoryModel(self.chain, rest_costs, count, updates, spends=request.spends)
         steps = Steps(
             micro_batches=count,
             disk=disk,
@@ -69,15 +67,12 @@ class Problem:
             spends=request.spends,
         )
         rest = dataclasses.replace(given, chain=self.chain, costs=rest_costs)
-        self.costing = Costing(rest, layout, steps)
+        self.costing = Costing(rest, steps)
         host_used = blocks_of_host(chain, self.chain, layout, host_layers)
-        self.space = Space(
-            self.chain, rest_costs, layout, self.memory, self.costing, request, host_used
-        )
+        self.space = Space(rest_costs, self.memory, self.costing, request, host_used)
         self._all = MemoryModel(
             chain,
             costs,
-            whole_layout,
             count,
             updates,
             self._disk,

@@ -29,10 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atomtrain.analysis.costs.costs import ChainCosts
-from atomtrain.analysis.layers.chain import Chain
 from atomtrain.planning.cost.costing import Costing, Place
 from atomtrain.planning.cost.memory import MemoryModel
-from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.plan import Request
 from atomtrain.planning.plan.shape import Activation, Boundary, Phase
 
@@ -55,13 +53,12 @@ class Residencies:
     def __init__(
         self,
         costs: ChainCosts,
-        layout: Layout,
         memory: MemoryModel,
         request: Request,
         host_used: Collection[int],
     ) -> None:
         """`host_used` are blocks of which layers on the host use a part: not for the device."""
-        self._costs, self._layout, self._memory = costs, layout, memory
+        self._costs, self._layout, self._memory = costs, memory.layout, memory
         self._request, self._host_used = request, host_used
         self._layers = len(costs.layers)
 
@@ -180,18 +177,16 @@ class Allowed(NamedTuple):
 class Space:
     def __init__(
         self,
-        chain: Chain,
         costs: ChainCosts,
-        layout: Layout,
         memory: MemoryModel,
         costing: Costing,
         request: Request,
         host_used: Collection[int] = (),
     ) -> None:
         """`host_used` are blocks of which layers on the host use a part: not for the device."""
-        self.layers = len(chain.layers)
+        self.layers = len(costs.layers)
         self.memory, self.costing, self.request = memory, costing, request
-        self._residencies = Residencies(costs, layout, memory, request, host_used)
+        self._residencies = Residencies(costs, memory, request, host_used)
         self._sizes: dict[tuple[tuple[int, ...], bool], list[int]] = {}
         self._fixed: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         self._work: dict[tuple[Boundary, bool], Work] = {}
