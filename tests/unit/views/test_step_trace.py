@@ -8,8 +8,7 @@ from typing import get_args
 
 import pytest
 
-from atomtrain.engine.devices.streams import Stream
-from atomtrain.engine.devices.tracing import Record
+from atomtrain.engine.devices.streams import Record, Stream
 from atomtrain.errors import ConfigError
 from atomtrain.planning.cost.timeline import Span, StreamName
 from atomtrain.views.plans.trace import STREAMS, Account, trace, write_trace

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
+from atomtrain.analysis.layers.direct_calls import function_of
 from atomtrain.errors import ConfigError
 
 Key = tuple[Any, ...]
@@ -49,11 +50,11 @@ class Template:
 
     def __init__(self, recipe: Recipe) -> None:
         self.graph, self.device = _graph_of(recipe)
-        self._module = fx.GraphModule(nn.Module(), self.graph)
+        self._function = function_of(self.graph)
 
     def run(self, device: torch.device, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """Return what the operations write; constants are made on `device`."""
-        result: tuple[Any, ...] = self._module.forward(device, *tensors)
+        result: tuple[Any, ...] = self._function(device, *tensors)
         return result
 
 
@@ -134,6 +135,7 @@ class GraphLayer(nn.Module):
         self.template, self.mode = template, mode
         self.other: OtherMode | None = None
         self._arguments: list[str] = []
+        self._carried: list[str] = []
         for index, parameter in enumerate(parameters):
             self.register_parameter(f"p{index}", parameter)
             self._arguments.append(f"p{index}")
@@ -143,23 +145,30 @@ class GraphLayer(nn.Module):
 
     def carry(self, parameter: nn.Parameter) -> None:
         """Take along a parameter that no operation uses, so that it is stored like the others."""
-        carried = sum(name.startswith("u") for name in self._parameters)
-        self.register_parameter(f"u{carried}", parameter)
+        name = f"u{len(self._carried)}"
+        self.register_parameter(name, parameter)
+        self._carried.append(name)
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
-        tensors = [getattr(self, name) for name in self._arguments]
-        device = _device_of([*tensors, *values])
+        names = (*self._arguments, *self._carried)
+        return self.run({name: getattr(self, name) for name in names}, values)
+
+    def run(self, tensors: Mapping[str, Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what `forward` does with these as its parameters and buffers, by name."""
         if not self.mode.is_other:
-            return self.template.run(device, [*tensors, *values])
+            given: list[Any] = [tensors[name] for name in self._arguments]
+            given += values
+            return self.template.run(_device_of(given), given)
         if self.other is None:
             raise ConfigError(
                 "the model is in another mode than when it was swapped; call model.train() or "
                 "model.eval() first, as then, or swap it again"
             )
-        given: list[Any] = []
+        device = _device_of([*tensors.values(), *values])
+        given = []
         for argument in self.other.arguments:
             if isinstance(argument, str):
-                given.append(getattr(self, argument))
+                given.append(tensors[argument])
             else:
                 given.append(values[argument] if isinstance(argument, int) else argument.to(device))
         written = self.other.template.run(device, given)

@@ -13,14 +13,15 @@ plan's timeline.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from atomtrain.analysis.costs.costs import ChainCosts, LayerCost
 from atomtrain.analysis.costs.profile import LONGEST_S, LayerTime, example_values, usual_s
@@ -170,20 +171,25 @@ class _TimedGraph(WaitingGraph):
     """Times all that it does beside the layers."""
 
     def __init__(
-        self, where: Where, parcel: Parcel, scripts: dict[Key, Script], timer: _Timer
+        self,
+        where: Where,
+        parcel: Parcel,
+        scripts: dict[Key, Script],
+        timer: _Timer,
+        *,
+        remakes: bool,
     ) -> None:
-        super().__init__(where, parcel, scripts)
+        super().__init__(where, parcel, scripts, remakes=remakes)
         self._timer = timer
 
     def _new_rematerializer(self) -> Rematerializer:
         return _TimedRematerializer(self._find, self._timer)
 
-    def _pack(self, tensor: Tensor) -> Any:
-        return self._timer.timed(super()._pack, tensor)
-
-    def _unpack(self, packed: Any) -> Tensor:
-        unpacked: Tensor = self._timer.timed(super()._unpack, packed)
-        return unpacked
+    def _hooks(
+        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+    ) -> saved_tensors_hooks:
+        timed = self._timer.timed
+        return super()._hooks(functools.partial(timed, pack), functools.partial(timed, unpack))
 
 
 class _Bench:
@@ -219,7 +225,7 @@ class _Bench:
         self._tensors.update(buffers)
         staying = frozenset(b.untyped_storage()._cdata for b in buffers.values())
         self._where = Where(self._slot, staying, frozenset())
-        self._scripts: dict[Key, Script] = {}
+        self._scripts: dict[bool, dict[Key, Script]] = {True: {}, False: {}}
         self._key = key_of(0, layer, values)
 
     def sample(self) -> _Sample:
@@ -243,13 +249,15 @@ class _Bench:
 
     def _offloaded(self, *, remakes: bool) -> _Spent:
         offload, timer = self._offloads[remakes], _Timer()
-        parcel = offload.parcel()
-        graph = _TimedGraph(self._where, parcel, self._scripts, timer)
-        watched = remakes and not isinstance(self._layer, CompiledLayer)
+        compiled = isinstance(self._layer, CompiledLayer)
+        parcel = offload.parcel(alone=True)
+        graph = _TimedGraph(
+            self._where, parcel, self._scripts[remakes], timer, remakes=remakes and not compiled
+        )
+        key = None if compiled else self._key
 
         def run(taken: Mapping[str, Any]) -> dict[str, Any]:
-            with graph.layer(self._key) if watched else nullcontext():
-                return self._run(taken)
+            return graph.layer(key, self._run, taken)
 
         taken = {n: v.detach() if isinstance(v, Tensor) else v for n, v in self._values.items()}
         needs = {n for n, v in self._values.items() if isinstance(v, Tensor) and v.requires_grad}

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from atomtrain.analysis.costs.costs import ChainCosts
-from atomtrain.analysis.layers.chain import Chain
+from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.host_memory import HostPool
-from atomtrain.engine.devices.tracing import Record, recorded_on_host, recorded_visit
-from atomtrain.engine.execution.activation_prefetch import ActivationPrefetch, Pass, Route
+from atomtrain.engine.devices.streams import Record, recorded_on_host, recorded_visit
 from atomtrain.engine.execution.boundary_activations import (
+    ActivationPrefetch,
     BoundaryActivations,
     Outbox,
+    Pass,
+    Route,
     Saved,
     leaf_of,
 )
@@ -31,11 +32,11 @@ from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Where
 from atomtrain.engine.execution.host_layers import HostLayers
 from atomtrain.engine.execution.offload import Offload
 from atomtrain.engine.execution.randomness import Randomness
-from atomtrain.engine.execution.saved_script import Key, key_of
+from atomtrain.engine.execution.saved_script import key_of
 from atomtrain.engine.execution.slots import Slots, Tensors
-from atomtrain.engine.state.buffers import DeviceBuffers
+from atomtrain.engine.state.residents import DeviceBuffers
 from atomtrain.engine.state.store import HostStore
-from atomtrain.engine.updates.delivery import Delivery
+from atomtrain.engine.updates.shares import Delivery
 from atomtrain.planning.cost.saved import SavedTensors
 from atomtrain.planning.cost.timeline import label_of, label_of_layers
 from atomtrain.planning.plan.plan import Plan
@@ -46,8 +47,13 @@ Values = Mapping[str, Any]
 """A micro-batch: the chain's inputs by name."""
 
 
-def _alone(_key: Key | None) -> AbstractContextManager[None]:
-    return nullcontext()
+class _Turn(NamedTuple):
+    """One layer of a segment."""
+
+    index: int
+    layer: Layer
+    spent: tuple[str, ...]
+    """Values that nobody needs after it."""
 
 
 class Executor:
@@ -80,10 +86,12 @@ class Executor:
         self._evaluation = Pass(chain, evaluation_visits(plan.shape), plan)
         planned = costs if plan.remakes else costs.sending_all()
         window_bytes = SavedTensors(chain, planned).window_bytes
-        self._graphs = Graphs(Offload(device, self.pool, window_bytes))
         # Compiled layers would run operation by operation if these were watched.
-        compiled = any(isinstance(layer, CompiledLayer) for layer in chain.layers)
-        self._remakes = plan.remakes and not compiled
+        self._compiled = any(isinstance(layer, CompiledLayer) for layer in chain.layers)
+        remakes = plan.remakes and not self._compiled
+        self._graphs = Graphs(Offload(device, self.pool, window_bytes), remakes=remakes)
+        self._where: dict[tuple[Layers, int], Where] = {}
+        self._turns: dict[tuple[Layers, tuple[str, ...]], list[_Turn]] = {}
         self._losses: list[Tensor] = []
         self._count = self._of = 0
         self.record: Record | None = None
@@ -229,16 +237,17 @@ class Executor:
         outputs: Sequence[str],
     ) -> dict[str, Any]:
         """Run the segment forward with a graph that waits for backward."""
-        where = Where(
-            self.slots.slot_of(visit), self._staying, self.buffers.changing(*visit.layers)
-        )
-        parcel = self._graphs.offload.parcel() if visit.activation == "offload" else None
-        graph = WaitingGraph(where, parcel, self._graphs.scripts)
-        around = graph.layer if self._remakes else _alone
+        where = self._where.get((visit.layers, visit.slot))
+        if where is None:
+            where = self._where[visit.layers, visit.slot] = Where(
+                self.slots.slot_of(visit), self._staying, self.buffers.changing(*visit.layers)
+            )
+        start, stop = visit.layers
+        graph = self._graphs.new(where, visit.activation, alone=stop - start == 1)
         values = graph.run(
             taken,
             lambda name: self._costs.values[name].requires_grad,
-            lambda inputs: self._run_layers(visit, tensors, micro_batch, inputs, outputs, around),
+            lambda inputs: self._run_layers(visit, tensors, micro_batch, inputs, outputs, graph),
             self._chain.writes(*visit.layers),
         )
         self._graphs.put(visit.layers, micro_batch, graph)
@@ -329,36 +338,53 @@ class Executor:
         micro_batch: int,
         taken: Mapping[str, Any],
         wanted: Sequence[str],
-        around: Callable[[Key | None], AbstractContextManager[None]] = _alone,
+        graph: WaitingGraph | None = None,
     ) -> dict[str, Any]:
-        """Run the segment's layers, each within `around(its script's key)`; return the wanted
-        values."""
-        start, stop = visit.layers
+        """Run the segment's layers, within `graph` if it waits; return the wanted values."""
+        start, _ = visit.layers
         values = dict(taken)
         again = visit.phase is Phase.BACKWARD
         draws = not again and visit.phase is not Phase.EVALUATE
         with self._random.alone:
             if again:
                 self._random.replay(micro_batch, start)
-            for index in range(start, stop):
-                layer = self._chain.layers[index]
+            for index, layer, spent in self._layers_of(visit.layers, tuple(wanted)):
                 if draws:
                     self._random.reach(micro_batch, index, first=index == start)
-                of_layer = self.buffers.of(index, micro_batch, visit.phase, visit.leaves)
+                buffers = self.buffers.of(index, micro_batch, visit.phase, visit.leaves)
+                own = {**tensors[index - start], **buffers}
                 arguments = [values[name] for name in layer.reads]
-                key = None if around is _alone else key_of(index, layer, arguments)
-                with around(key), of_layer as buffers:
-                    written = layer.run({**tensors[index - start], **buffers}, arguments)
+                if graph is None:
+                    written = layer.run(own, arguments)
+                else:
+                    key = None if self._compiled else key_of(index, layer, arguments)
+                    written = graph.layer(key, layer.run, own, arguments)
                 del arguments
                 values.update(zip(layer.writes, written, strict=True))
                 del written
-                needed = set(self._chain.reads(index + 1, stop)) if index + 1 < stop else set()
-                needed.update(wanted)
-                for name in [name for name in values if name not in needed]:
+                for name in spent:
                     del values[name]
             if draws:
                 self._random.leave(micro_batch)
         return values
+
+    def _layers_of(self, layers: Layers, wanted: tuple[str, ...]) -> list[_Turn]:
+        """Return the layers of a segment of which these values are wanted."""
+        found = self._turns.get((layers, wanted))
+        if found is None:
+            found = self._turns[layers, wanted] = []
+            start, stop = layers
+            values = set(self._chain.reads(start, stop))
+            for index in range(start, stop):
+                layer = self._chain.layers[index]
+                values.update(layer.writes)
+                needed = {
+                    *wanted,
+                    *(self._chain.reads(index + 1, stop) if index + 1 < stop else ()),
+                }
+                found.append(_Turn(index, layer, tuple(values - needed)))
+                values &= needed
+        return found
 
 
 class _Graph(NamedTuple):

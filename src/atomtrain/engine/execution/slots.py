@@ -30,8 +30,8 @@ from atomtrain.engine.execution.views import Views
 from atomtrain.engine.state.gradients import Collector
 from atomtrain.engine.state.residents import Copy, Residents
 from atomtrain.engine.state.store import HostStore
-from atomtrain.engine.updates.delivery import Delivery
 from atomtrain.engine.updates.device_updates import DeviceUpdates
+from atomtrain.engine.updates.shares import Delivery
 from atomtrain.planning.cost.timeline import label_of
 from atomtrain.planning.plan.gradient_staging import ROOMS
 from atomtrain.planning.plan.plan import Plan

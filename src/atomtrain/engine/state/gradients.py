@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.devices.streams import Event
 from atomtrain.errors import ConfigError
+from atomtrain.planning.plan.shape import Layers
 
 
 def with_gradients_in(chain: Chain, gradient_dtype: str | None) -> Chain:
@@ -81,3 +82,56 @@ class Collector:
                 leaf.grad = target
 
         return collect
+
+
+class GradientTracker:
+    """The gradients of one step on their way to one place on the host."""
+
+    def __init__(self, blocks: Sequence[Sequence[nn.Parameter]]) -> None:
+        """`blocks` are the parameters of each block."""
+        self._blocks = blocks
+        self._waiting: list[set[Layers]] = []
+        self._events: list[list[Event]] = []
+        self.touched: set[int] = set()
+        """The parameters that have gradients in this step, by `id`."""
+
+    def begin(self, deliveries: Mapping[Layers, Iterable[int]]) -> None:
+        """Start a step in which these segments deliver gradients of these blocks."""
+        self._waiting = [set() for _ in self._blocks]
+        for layers, blocks in deliveries.items():
+            for block in blocks:
+                self._waiting[block].add(layers)
+        self._events = [[] for _ in self._blocks]
+        self.touched = set()
+
+    def has_gradient(self, block: int) -> bool:
+        """Return whether part of the block's gradient came earlier in this step."""
+        return any(id(p) in self.touched for p in self._blocks[block])
+
+    def events_of(self, block: int) -> list[Event]:
+        """Return the events after which the block's gradient so far is on the host."""
+        return self._events[block]
+
+    def note(
+        self, layers: Layers, blocks: Iterable[int], event: Event, touched: set[int]
+    ) -> list[int]:
+        """Take note of a delivery; return the blocks of which it is the last one."""
+        self.touched |= touched
+        complete = []
+        for block in blocks:
+            self._events[block].append(event)
+            self._waiting[block].discard(layers)
+            if not self._waiting[block]:
+                complete.append(block)
+        return complete
+
+    def order(self, deliveries: Mapping[Layers, Iterable[int]]) -> list[int]:
+        """Return the blocks in the order in which they will be complete; call after `begin`."""
+        waiting = [set(layers) for layers in self._waiting]
+        order = []
+        for layers, blocks in deliveries.items():
+            for block in blocks:
+                waiting[block].discard(layers)
+                if not waiting[block]:
+                    order.append(block)
+        return order

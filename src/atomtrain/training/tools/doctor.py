@@ -102,7 +102,7 @@ def _device() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    from atomtrain.engine.devices.host_budget import host_memory
+    from atomtrain.engine.devices.host_memory import host_memory
 
     memory = host_memory()
     free_bytes = memory.usable_bytes
