@@ -60,7 +60,7 @@ CHEAP = frozenset(
 )
 """Operations that draw nothing, read and write each element a few times, and whose results depend
 on their arguments alone."""
-_DEEPEST = 32
+DEEPEST = 32
 """So many cheap operations may come one after the other between what is saved and what is made
 again: they pass over memory some 100 times, which takes about as long as the link both ways."""
 
@@ -301,7 +301,7 @@ class Rematerializer(TorchDispatchMode):
             if note is not None:
                 depth = max(depth, note.operation.depth + 1)
             packed = self._stands_for(tensor, note)
-            if packed is None or depth > _DEEPEST:
+            if packed is None or depth > DEEPEST:
                 raise _NotThereError
             return Standing(packed)
 
@@ -347,9 +347,7 @@ def _kind(func: Any) -> str:
     return "writes" if func._schema.is_mutable else "other"
 
 
-def replaced(
-    tree: Any, by: Callable[[Any], Any], kind: type | tuple[type, ...] = Standing
-) -> Any:
+def replaced(tree: Any, by: Callable[[Any], Any], kind: type | tuple[type, ...] = Standing) -> Any:
     """Return nested tuples, lists and dicts with each leaf of a kind replaced."""
     if isinstance(tree, kind):
         return by(tree.packed if isinstance(tree, Standing) else tree)

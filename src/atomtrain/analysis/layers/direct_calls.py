@@ -31,7 +31,11 @@ _DIRECT: dict[Any, Callable[..., Any]] = {
     aten.silu.default: _nn.silu,
     aten.gelu.default: _nn.gelu,
     aten.linear.default: _nn.linear,
+    aten.mm.default: torch.mm,
+    aten.bmm.default: torch.bmm,
     aten.addmm.default: torch.addmm,
+    aten.t.default: torch.t,
+    aten.sum.dim_IntList: torch.sum,
     aten.matmul.default: torch.matmul,
     aten.native_layer_norm.default: torch.native_layer_norm,
     aten.layer_norm.default: torch.layer_norm,
@@ -61,6 +65,7 @@ def function_of(graph: fx.Graph) -> Callable[..., Any]:
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     for node in copy.nodes:
+        node.meta.clear()
         if node.op == "call_function":
             node.target = direct(node.target)
     function: Callable[..., Any] = fx.GraphModule(nn.Module(), copy).forward

@@ -143,6 +143,11 @@ class GraphLayer(nn.Module):
             self.register_buffer(f"b{index}", buffer, persistent=False)
             self._arguments.append(f"b{index}")
 
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the parameters and buffers that the operations take, in their order."""
+        return self._arguments
+
     def carry(self, parameter: nn.Parameter) -> None:
         """Take along a parameter that no operation uses, so that it is stored like the others."""
         name = f"u{len(self._carried)}"

@@ -32,6 +32,8 @@ from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Where
 from atomtrain.engine.execution.host_layers import HostLayers
 from atomtrain.engine.execution.offload import Offload
 from atomtrain.engine.execution.randomness import Randomness
+from atomtrain.engine.execution.recipe_runs import RecipeRun, Recipes
+from atomtrain.engine.execution.recipes import Like, like
 from atomtrain.engine.execution.saved_script import key_of
 from atomtrain.engine.execution.slots import Slots, Tensors
 from atomtrain.engine.state.residents import DeviceBuffers
@@ -47,10 +49,10 @@ Values = Mapping[str, Any]
 """A micro-batch: the chain's inputs by name."""
 
 
-class _Turn(NamedTuple):
+class _LayerOf(NamedTuple):
     """One layer of a segment."""
 
-    index: int
+    number: int
     layer: Layer
     spent: tuple[str, ...]
     """Values that nobody needs after it."""
@@ -90,8 +92,11 @@ class Executor:
         self._compiled = any(isinstance(layer, CompiledLayer) for layer in chain.layers)
         remakes = plan.remakes and not self._compiled
         self._graphs = Graphs(Offload(device, self.pool, window_bytes), remakes=remakes)
+        able = not self._compiled and not device.one_memory
+        self._recipes = Recipes(chain, costs, remakes=remakes) if able else None
+        self._stays: dict[tuple[Layers, int], list[Tensor]] = {}
         self._where: dict[tuple[Layers, int], Where] = {}
-        self._turns: dict[tuple[Layers, tuple[str, ...]], list[_Turn]] = {}
+        self._layers: dict[tuple[Layers, tuple[str, ...]], list[_LayerOf]] = {}
         self._losses: list[Tensor] = []
         self._count = self._of = 0
         self.record: Record | None = None
@@ -237,13 +242,34 @@ class Executor:
         outputs: Sequence[str],
     ) -> dict[str, Any]:
         """Run the segment forward with a graph that waits for backward."""
+        start, stop = visit.layers
+        alone = stop - start == 1
+        recipes = self._recipes if alone and visit.activation == "offload" else None
+        arguments = [taken[name] for name in self._chain.layers[start].reads]
+        known = None if recipes is None else recipes.find(start, arguments)
+        if recipes is not None and known is not None:
+            run = RecipeRun(
+                known,
+                self._chain.layers[start],
+                self._stays_in(visit, visit.home),
+                self._graphs.offload.parcel(alone=True),
+                self.slots.collector,
+            )
+            with self._random.alone:
+                self._random.reach(micro_batch, start, first=True)
+                written = run.forward(arguments)
+                self._random.leave(micro_batch)
+            self._graphs.put(visit.layers, micro_batch, run)
+            return dict(zip(self._chain.layers[start].writes, written, strict=True))
         where = self._where.get((visit.layers, visit.slot))
         if where is None:
             where = self._where[visit.layers, visit.slot] = Where(
                 self.slots.slot_of(visit), self._staying, self.buffers.changing(*visit.layers)
             )
-        start, stop = visit.layers
-        graph = self._graphs.new(where, visit.activation, alone=stop - start == 1)
+        graph = self._graphs.new(where, visit.activation, alone=alone)
+        if recipes is not None and recipes.able(start):
+            graph.lesson = recipes.lesson(start, self._stays_in(visit, visit.home), arguments)
+        del arguments
         values = graph.run(
             taken,
             lambda name: self._costs.values[name].requires_grad,
@@ -255,13 +281,42 @@ class Executor:
 
     def _backward_found(self, visit: Visit, micro_batch: int) -> None:
         """Run backward of a segment whose graph waited."""
-        gradients = self._graphs.take(visit.layers, micro_batch).backward(
-            self.slots.slot_of(visit),
-            lambda name: (micro_batch, name) in self._gradients,
-            lambda name: self._gradients.take(micro_batch, name),
-        )
+        graph = self._graphs.take(visit.layers, micro_batch)
+        if isinstance(graph, RecipeRun):
+            stays = self._stays_in(visit, visit.slot)
+            held = (micro_batch, graph.root) in self._gradients
+            seed = self._gradients.take(micro_batch, graph.root) if held else None
+            gradients = graph.backward(stays, seed)
+            del seed
+        else:
+            seeds: dict[str, Like] = {}
+
+            def gradient_of(name: str) -> Tensor:
+                gradient: Tensor = self._gradients.take(micro_batch, name)
+                seeds[name] = like(gradient, requires_grad=False)
+                return gradient
+
+            gradients = graph.backward(
+                self.slots.slot_of(visit),
+                lambda name: (micro_batch, name) in self._gradients,
+                gradient_of,
+            )
+            if graph.lesson is not None and self._recipes is not None:
+                self._recipes.learn(graph.lesson, seeds, gradients)
         for name in list(gradients):
             self._put_gradient(micro_batch, name, gradients.pop(name))
+
+    def _stays_in(self, visit: Visit, slot: int) -> list[Tensor]:
+        """Return the parameters and buffers of a segment of one layer where it lies in a slot."""
+        stays = self._stays.get((visit.layers, slot))
+        if stays is None:
+            assert self._recipes is not None
+            start, _ = visit.layers
+            buffers = self.buffers.of(start, 0, visit.phase, once=True)
+            found = {**self.slots.tensors_in(visit.layers, slot)[0], **buffers}
+            stays = [found[name] for name in self._recipes.names(start)]
+            self._stays[visit.layers, slot] = stays
+        return stays
 
     def _graph(
         self, visit: Visit, tensors: Tensors, micro_batch: int, taken: dict[str, Any]
@@ -368,11 +423,11 @@ class Executor:
                 self._random.leave(micro_batch)
         return values
 
-    def _layers_of(self, layers: Layers, wanted: tuple[str, ...]) -> list[_Turn]:
+    def _layers_of(self, layers: Layers, wanted: tuple[str, ...]) -> list[_LayerOf]:
         """Return the layers of a segment of which these values are wanted."""
-        found = self._turns.get((layers, wanted))
+        found = self._layers.get((layers, wanted))
         if found is None:
-            found = self._turns[layers, wanted] = []
+            found = self._layers[layers, wanted] = []
             start, stop = layers
             values = set(self._chain.reads(start, stop))
             for index in range(start, stop):
@@ -382,7 +437,7 @@ class Executor:
                     *wanted,
                     *(self._chain.reads(index + 1, stop) if index + 1 < stop else ()),
                 }
-                found.append(_Turn(index, layer, tuple(values - needed)))
+                found.append(_LayerOf(index, layer, tuple(values - needed)))
                 values &= needed
         return found
 

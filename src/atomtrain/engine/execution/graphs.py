@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from atomtrain.analysis.costs.rematerialization import Rematerializer
 from atomtrain.analysis.costs.storages import View, view_at, view_of
 from atomtrain.engine.execution.offload import Away, Offload, Parcel
+from atomtrain.engine.execution.recipe_runs import Lesson, RecipeRun
 from atomtrain.engine.execution.saved_script import Key, Performance, Script
 from atomtrain.planning.plan.shape import Activation
 
@@ -81,6 +82,8 @@ class WaitingGraph:
         self._where, self.parcel, self._scripts = where, parcel, scripts
         self._remakes = remakes and parcel is not None
         self._performances: list[Performance] = []
+        self.lesson: Lesson | None = None
+        """What is to be learnt from its backward."""
         self._slot = where.slot
         self._found: dict[str, list[Tensor]] = {}
         self._entrances: dict[str, GradientEdge] = {}
@@ -222,7 +225,7 @@ class Graphs:
         """`remakes`: whether what is cheap is made again, not sent."""
         self.offload, self._remakes = offload, remakes
         self._scripts: dict[Key, Script] = {}
-        self._waiting: dict[tuple[tuple[int, int], int], WaitingGraph] = {}
+        self._waiting: dict[tuple[tuple[int, int], int], WaitingGraph | RecipeRun] = {}
 
     def new(self, where: Where, activation: Activation, *, alone: bool) -> WaitingGraph:
         """Return a graph of a segment whose saved tensors wait in this way; `alone` if it is of
@@ -230,11 +233,13 @@ class Graphs:
         parcel = self.offload.parcel(alone=alone) if activation == "offload" else None
         return WaitingGraph(where, parcel, self._scripts, remakes=self._remakes)
 
-    def put(self, layers: tuple[int, int], micro_batch: int, graph: WaitingGraph) -> None:
+    def put(
+        self, layers: tuple[int, int], micro_batch: int, graph: WaitingGraph | RecipeRun
+    ) -> None:
         """Hold a graph until backward."""
         self._waiting[layers, micro_batch] = graph
 
-    def take(self, layers: tuple[int, int], micro_batch: int) -> WaitingGraph:
+    def take(self, layers: tuple[int, int], micro_batch: int) -> WaitingGraph | RecipeRun:
         """Hand a graph over to backward."""
         return self._waiting.pop((layers, micro_batch))
 

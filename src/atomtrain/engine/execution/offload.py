@@ -117,6 +117,8 @@ class Offload:
         """Of what is in both."""
         self._to_fetch: deque[SentStorage] = deque()
         self._ahead_bytes = 0
+        self._held: Event | None = None
+        """The fetch for which compute waited last."""
         self._freed = False
         """Whether there may be room for more to come ahead."""
 
@@ -145,7 +147,8 @@ class Offload:
     def turn(self, parcels: Sequence[Parcel]) -> None:
         """Begin to bring back what was sent, in the order of the parcels."""
         self._send_waiting()
-        self._to_fetch.extend(s for parcel in parcels for s in parcel.order())
+        for parcel in parcels:
+            self._to_fetch.extend(parcel.order())
         self._advance()
 
     def use(self, storage: SentStorage) -> Tensor:
@@ -187,7 +190,7 @@ class Offload:
             storage = self._to_fetch[0]
             if storage.users and storage.back is None and storage.host is not None:
                 storages = storage.to_bring()
-                n_bytes = sum(one.n_bytes for one in storages)
+                n_bytes = sum([one.n_bytes for one in storages])
                 if self._ahead_bytes and self._ahead_bytes + n_bytes > self._window_bytes:
                     return
                 self._fetch(storages)
@@ -225,7 +228,9 @@ class Offload:
 
     def _arrived(self, storage: SentStorage) -> None:
         assert storage.fetched is not None
-        self._device.hold(storage.fetched)
+        if storage.fetched is not self._held:  # what came in the same job has been waited for
+            self._device.hold(storage.fetched)
+            self._held = storage.fetched
         storage.fetched = None
         self._ahead_bytes -= storage.n_bytes
         self._freed = True

@@ -62,6 +62,19 @@ class Collector:
         """What the first one waits for, since the places may still be read."""
         self._hold = hold
 
+    def add(self, key: int, leaf: Tensor, gradient: Tensor) -> None:
+        """Do what autograd and the hook do with a gradient of a parameter, by its `id`."""
+        self.touched.add(key)
+        target = self.waiting.pop(key, None)
+        if target is None:
+            assert leaf.grad is not None
+            leaf.grad.add_(gradient)
+            return
+        while self.places_free:
+            self._hold(self.places_free.pop())
+        target.copy_(gradient)
+        leaf.grad = target
+
     def hook(self, key: int) -> Hook:
         """Return what a parameter calls when a gradient was added to it, by the parameter's `id`.
 

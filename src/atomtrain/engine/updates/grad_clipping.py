@@ -169,13 +169,13 @@ class GradClipping:
             gradient_of: Returns a parameter's gradient.
             after: Done when the gradients are there.
         """
-        norms, wide = self._norms, self.loss_scale is not None
+        known, wide = self._norms, self.loss_scale is not None
 
         def measure() -> None:
             there = [parameter for parameter in members if id(parameter) in touched]
             # Wide: as the update takes it.
             found = norms([gradient_of(p) for p in there], wide=wide)
-            norms.update(zip(map(id, there), found, strict=True))
+            known.update(zip(map(id, there), found, strict=True))
 
         self._measured.append(stream.submit(measure, after))
 
