@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from atomtrain.engine.execution.recipe_runs import RecipeRun
 from atomtrain.optimizers import AdamW
+from atomtrain.planning import Shape
+from tests.support.planning_models import use_shape
 from tests.support.swapped import check, pairs, random_delays, regression, swap
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
@@ -141,12 +143,21 @@ def trained(*blocks: type[nn.Module], rows: tuple[int, ...] = (6, 6, 6), **optio
     check(Net(*blocks), steps, loss_of=loss_of, loss=regression, **{**OPTIONS, **options})
 
 
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("bounds", [(0, 1, 2, 3, 4, 5), (0, 3, 5)])
+@pytest.mark.parametrize("activations", ["offload", "keep"])
 @pytest.mark.parametrize("block", [Attention, LayerNorms, Half])
-def test_bits(runs: list[RecipeRun], block: type[nn.Module], slots: int) -> None:
+def test_bits(
+    monkeypatch: pytest.MonkeyPatch,
+    runs: list[RecipeRun],
+    block: type[nn.Module],
+    activations: Any,
+    bounds: tuple[int, ...],
+) -> None:
     """Without a peak above the plan's, as `check` sees to."""
-    trained(block, block, block, block, slots=slots, inject=random_delays(slots))
-    assert len(runs) >= 2 * 3 * 2, "two steps of three micro-batches, in at least two blocks"
+    how = (*(activations,) * (len(bounds) - 1), "recompute")
+    use_shape(monkeypatch, Shape(bounds, (*bounds, 6), 2, 1, activations=how))
+    trained(block, block, block, block, inject=random_delays(len(bounds)))
+    assert len(runs) == 2 * 3 * 5, "two steps of three micro-batches, in all layers but the last"
 
 
 def test_bits_where_all_is_sent(runs: list[RecipeRun], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +177,7 @@ def test_what_is_made_again_is_not_sent(runs: list[RecipeRun]) -> None:
 @pytest.mark.parametrize("block", [Noisy, Twice])
 def test_others_stay_with_autograd(runs: list[RecipeRun], block: type[nn.Module]) -> None:
     trained(block, block, block, block)
-    assert {run._layer.name for run in runs} <= {"first"}
+    assert {run.known.layer.name for run in runs} <= {"first"}
 
 
 def test_they_stand_beside_each_other(runs: list[RecipeRun]) -> None:

@@ -32,8 +32,7 @@ from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Where
 from atomtrain.engine.execution.host_layers import HostLayers
 from atomtrain.engine.execution.offload import Offload
 from atomtrain.engine.execution.randomness import Randomness
-from atomtrain.engine.execution.recipe_runs import RecipeRun, Recipes
-from atomtrain.engine.execution.recipes import Like, like
+from atomtrain.engine.execution.recipe_runs import Known, Recipes, SegmentRun
 from atomtrain.engine.execution.saved_script import key_of
 from atomtrain.engine.execution.slots import Slots, Tensors
 from atomtrain.engine.state.residents import DeviceBuffers
@@ -94,7 +93,7 @@ class Executor:
         self._graphs = Graphs(Offload(device, self.pool, window_bytes), remakes=remakes)
         able = not self._compiled and not device.one_memory
         self._recipes = Recipes(chain, costs, remakes=remakes) if able else None
-        self._stays: dict[tuple[Layers, int], list[Tensor]] = {}
+        self._stays: dict[tuple[Layers, int], list[list[Tensor]]] = {}
         self._where: dict[tuple[Layers, int], Where] = {}
         self._layers: dict[tuple[Layers, tuple[str, ...]], list[_LayerOf]] = {}
         self._losses: list[Tensor] = []
@@ -243,33 +242,18 @@ class Executor:
     ) -> dict[str, Any]:
         """Run the segment forward with a graph that waits for backward."""
         start, stop = visit.layers
-        alone = stop - start == 1
-        recipes = self._recipes if alone and visit.activation == "offload" else None
-        arguments = [taken[name] for name in self._chain.layers[start].reads]
-        known = None if recipes is None else recipes.find(start, arguments)
-        if recipes is not None and known is not None:
-            run = RecipeRun(
-                known,
-                self._chain.layers[start],
-                self._stays_in(visit, visit.home),
-                self._graphs.offload.parcel(alone=True),
-                self.slots.collector,
-            )
-            with self._random.alone:
-                self._random.reach(micro_batch, start, first=True)
-                written = run.forward(arguments)
-                self._random.leave(micro_batch)
-            self._graphs.put(visit.layers, micro_batch, run)
-            return dict(zip(self._chain.layers[start].writes, written, strict=True))
+        recipes = self._recipes
+        key = None if recipes is None else recipes.key_of(visit.layers, taken)
+        known = None if recipes is None or key is None else recipes.find(key)
+        if known is not None:
+            return self._forward_by_recipes(visit, micro_batch, taken, outputs, known)
         where = self._where.get((visit.layers, visit.slot))
         if where is None:
             where = self._where[visit.layers, visit.slot] = Where(
                 self.slots.slot_of(visit), self._staying, self.buffers.changing(*visit.layers)
             )
-        graph = self._graphs.new(where, visit.activation, alone=alone)
-        if recipes is not None and recipes.able(start):
-            graph.lesson = recipes.lesson(start, self._stays_in(visit, visit.home), arguments)
-        del arguments
+        graph = self._graphs.new(where, visit.activation, alone=stop - start == 1)
+        graph.lesson = None if recipes is None else recipes.lesson(key)
         values = graph.run(
             taken,
             lambda name: self._costs.values[name].requires_grad,
@@ -279,42 +263,66 @@ class Executor:
         self._graphs.put(visit.layers, micro_batch, graph)
         return values
 
+    def _forward_by_recipes(
+        self,
+        visit: Visit,
+        micro_batch: int,
+        taken: Mapping[str, Any],
+        outputs: Sequence[str],
+        known: Sequence[Known],
+    ) -> dict[str, Any]:
+        """Run the segment forward without a graph, by its layers' recipes."""
+        start, _ = visit.layers
+        run = self._graphs.run_of(visit.activation, alone=len(known) == 1)
+        values = dict(taken)
+        stays = self._stays_in(visit, visit.home)
+        with self._random.alone:
+            for (index, layer, spent), recipe, own in zip(
+                self._layers_of(visit.layers, tuple(outputs)), known, stays, strict=True
+            ):
+                self._random.reach(micro_batch, index, first=index == start)
+                arguments = [values[name] for name in layer.reads]
+                written = run.layer(recipe, own, self.slots.collector, arguments)
+                del arguments
+                values.update(zip(layer.writes, written, strict=True))
+                del written
+                for name in spent:
+                    del values[name]
+            self._random.leave(micro_batch)
+        self._graphs.put(visit.layers, micro_batch, run)
+        return values
+
     def _backward_found(self, visit: Visit, micro_batch: int) -> None:
         """Run backward of a segment whose graph waited."""
+
+        def begun(name: str) -> bool:
+            return (micro_batch, name) in self._gradients
+
+        def gradient_of(name: str) -> Tensor:
+            gradient: Tensor = self._gradients.take(micro_batch, name)
+            return gradient
+
         graph = self._graphs.take(visit.layers, micro_batch)
-        if isinstance(graph, RecipeRun):
-            stays = self._stays_in(visit, visit.slot)
-            held = (micro_batch, graph.root) in self._gradients
-            seed = self._gradients.take(micro_batch, graph.root) if held else None
-            gradients = graph.backward(stays, seed)
-            del seed
+        if isinstance(graph, SegmentRun):
+            gradients = graph.backward(self._stays_in(visit, visit.slot), begun, gradient_of)
         else:
-            seeds: dict[str, Like] = {}
-
-            def gradient_of(name: str) -> Tensor:
-                gradient: Tensor = self._gradients.take(micro_batch, name)
-                seeds[name] = like(gradient, requires_grad=False)
-                return gradient
-
-            gradients = graph.backward(
-                self.slots.slot_of(visit),
-                lambda name: (micro_batch, name) in self._gradients,
-                gradient_of,
-            )
+            gradients = graph.backward(self.slots.slot_of(visit), begun, gradient_of)
             if graph.lesson is not None and self._recipes is not None:
-                self._recipes.learn(graph.lesson, seeds, gradients)
+                stays, kept = self._stays_in(visit, visit.home), graph.parcel is None
+                self._recipes.learn(graph.lesson, stays, gradients, kept=kept)
         for name in list(gradients):
             self._put_gradient(micro_batch, name, gradients.pop(name))
 
-    def _stays_in(self, visit: Visit, slot: int) -> list[Tensor]:
-        """Return the parameters and buffers of a segment of one layer where it lies in a slot."""
+    def _stays_in(self, visit: Visit, slot: int) -> list[list[Tensor]]:
+        """Return the parameters and buffers of a segment where it lies in a slot, by layer."""
         stays = self._stays.get((visit.layers, slot))
         if stays is None:
             assert self._recipes is not None
-            start, _ = visit.layers
-            buffers = self.buffers.of(start, 0, visit.phase, once=True)
-            found = {**self.slots.tensors_in(visit.layers, slot)[0], **buffers}
-            stays = [found[name] for name in self._recipes.names(start)]
+            stays = []
+            tensors = self.slots.tensors_in(visit.layers, slot)
+            for index, own in zip(range(*visit.layers), tensors, strict=True):
+                found = {**own, **self.buffers.of(index, 0, visit.phase, once=True)}
+                stays.append([found[name] for name in self._recipes.names(index)])
             self._stays[visit.layers, slot] = stays
         return stays
 
@@ -414,6 +422,8 @@ class Executor:
                 else:
                     key = None if self._compiled else key_of(index, layer, arguments)
                     written = graph.layer(key, layer.run, own, arguments)
+                    if graph.lesson is not None:
+                        graph.lesson.note(layer, arguments, written)
                 del arguments
                 values.update(zip(layer.writes, written, strict=True))
                 del written

@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from atomtrain.analysis.costs.rematerialization import Rematerializer
 from atomtrain.analysis.costs.storages import View, view_at, view_of
 from atomtrain.engine.execution.offload import Away, Offload, Parcel
-from atomtrain.engine.execution.recipe_runs import Lesson, RecipeRun
+from atomtrain.engine.execution.recipe_runs import Lesson, SegmentRun
 from atomtrain.engine.execution.saved_script import Key, Performance, Script
 from atomtrain.planning.plan.shape import Activation
 
@@ -225,7 +225,7 @@ class Graphs:
         """`remakes`: whether what is cheap is made again, not sent."""
         self.offload, self._remakes = offload, remakes
         self._scripts: dict[Key, Script] = {}
-        self._waiting: dict[tuple[tuple[int, int], int], WaitingGraph | RecipeRun] = {}
+        self._waiting: dict[tuple[tuple[int, int], int], WaitingGraph | SegmentRun] = {}
 
     def new(self, where: Where, activation: Activation, *, alone: bool) -> WaitingGraph:
         """Return a graph of a segment whose saved tensors wait in this way; `alone` if it is of
@@ -233,13 +233,17 @@ class Graphs:
         parcel = self.offload.parcel(alone=alone) if activation == "offload" else None
         return WaitingGraph(where, parcel, self._scripts, remakes=self._remakes)
 
+    def run_of(self, activation: Activation, *, alone: bool) -> SegmentRun:
+        """Return a run by recipes in place of a graph."""
+        return SegmentRun(self.offload.parcel(alone=alone) if activation == "offload" else None)
+
     def put(
-        self, layers: tuple[int, int], micro_batch: int, graph: WaitingGraph | RecipeRun
+        self, layers: tuple[int, int], micro_batch: int, graph: WaitingGraph | SegmentRun
     ) -> None:
         """Hold a graph until backward."""
         self._waiting[layers, micro_batch] = graph
 
-    def take(self, layers: tuple[int, int], micro_batch: int) -> WaitingGraph | RecipeRun:
+    def take(self, layers: tuple[int, int], micro_batch: int) -> WaitingGraph | SegmentRun:
         """Hand a graph over to backward."""
         return self._waiting.pop((layers, micro_batch))
 

@@ -1,4 +1,4 @@
-"""The layers that run by recipes: which they are, and one run of each, from forward to backward."""
+"""The segments that run by recipes: which they are, and one run, from forward to backward."""
 
 from __future__ import annotations
 
@@ -12,145 +12,179 @@ from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.costs.storages import View, seen_as, view_of
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.analysis.layers.graph_layer import GraphLayer
-from atomtrain.engine.execution.offload import Parcel, SentStorage
+from atomtrain.engine.execution.offload import Offload, Parcel, SentStorage
 from atomtrain.engine.execution.recipes import Like, Recipe, like, recipe_of
-from atomtrain.engine.execution.saved_script import Key, key_of
 from atomtrain.engine.state.gradients import Collector
+from atomtrain.planning.plan.shape import Layers
+
+Strides = tuple[int, ...]
 
 
-class Lesson(NamedTuple):
-    """What a layer ran with by autograd, from which its recipe is made."""
+class Known(NamedTuple):
+    """A layer's recipe, and how gradients lie in memory where autograd makes them."""
 
-    key: Key
-    number: int
-    reads: Sequence[Like]
-    stays: Sequence[Like]
-
-
-class KnownRecipe(NamedTuple):
-    """A recipe, and how gradients lie in memory where autograd makes them."""
-
+    layer: Layer
     recipe: Recipe
-    reads: Sequence[tuple[int, ...]]
-    """Strides of what is read."""
-    gradient: tuple[int, ...]
-    """Of the gradient that comes."""
-    gradients: Mapping[str, tuple[int, ...]]
-    """Of those that go."""
     root: str
     """The value whose gradient comes."""
+    gradient: Strides
+    """Of that gradient."""
+    gradients: Mapping[str, Strides]
+    """Of those that go."""
     keys: Sequence[int]
     """The `id` of each parameter that it takes; 0 of a buffer."""
 
 
+class Lesson:
+    """What a segment ran with by autograd, from which its recipes are made."""
+
+    def __init__(self, key: Any, layers: Layers) -> None:
+        """Know of nothing yet; `key` is under which they will be found."""
+        self.key, self.layers = key, layers
+        self.reads: list[list[Like] | None] = []
+        """Of each layer what it reads; `None` where something is not a tensor."""
+        self.seeds: dict[str, Like] = {}
+        """The gradients of what was written, by name."""
+
+    def note(self, layer: Layer, values: Sequence[Any], written: Sequence[Any]) -> None:
+        """Take note of what a layer took, and of the gradients that will come."""
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        reads = [like(tensor, requires_grad=tensor.requires_grad) for tensor in tensors]
+        self.reads.append(reads if len(reads) == len(values) else None)
+        for name, value in zip(layer.writes, written, strict=True):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(self._noting(name))
+
+    def _noting(self, name: str) -> Callable[[Tensor], None]:
+        seeds = self.seeds
+
+        def note(gradient: Tensor) -> None:
+            seeds[name] = like(gradient, requires_grad=False)
+
+        return note
+
+
 class Recipes:
-    """The recipes of a chain's layers. A layer runs once by autograd, which tells how gradients
-    lie in memory, and from then on by its recipe."""
+    """The recipes of a chain's layers. A segment runs once by autograd, which tells how gradients
+    lie in memory, and from then on by recipes, if all of its layers have one."""
 
     def __init__(self, chain: Chain, costs: ChainCosts, *, remakes: bool) -> None:
-        """Know of none yet."""
-        self._chain, self._remakes = chain, remakes
-        readers: dict[str, int] = {}
+        """Know of none yet; with `remakes` what is cheap is made again, not sent."""
+        self._chain, self._costs, self._remakes = chain, costs, remakes
+        self._readers: dict[str, int] = {}
         for layer in chain.layers:
             for name in layer.reads:
-                readers[name] = readers.get(name, 0) + 1
-        self._needs: dict[int, tuple[bool, ...]] = {}
-        """Which of the values that a layer reads have a gradient."""
-        self._roots: dict[int, int] = {}
-        """Which of the values that it writes has one."""
-        for number, (layer, cost) in enumerate(zip(chain.layers, costs.layers, strict=True)):
-            needs = tuple(costs.values[name].requires_grad for name in layer.reads)
-            roots = [i for i, name in enumerate(layer.writes) if costs.values[name].requires_grad]
-            # A value of which several layers take: its gradients add up in autograd's order.
-            alone = all(readers[n] == 1 for n, has in zip(layer.reads, needs, strict=True) if has)
-            unique = len({id(p) for p in layer.parameters.values()}) == len(layer.parameters)
-            fit = isinstance(layer.module, GraphLayer) and not cost.changes_buffers
-            if fit and alone and unique and cost.saved.movable and len(roots) == 1:
-                self._needs[number], self._roots[number] = needs, roots[0]
-        self._known: dict[Key, KnownRecipe | None] = {}
+                self._readers[name] = self._readers.get(name, 0) + 1
+        self._able: dict[Layers, bool] = {}
+        self._known: dict[Any, list[Known] | None] = {}
         self._kinds: dict[Any, Recipe | None] = {}
+
+    def key_of(self, layers: Layers, values: Mapping[str, Any]) -> Any:
+        """Return under what the recipes of a segment on such values are known; `None` if it cannot
+        have any."""
+        able = self._able.get(layers)
+        if able is None:
+            able = self._able[layers] = self._is_able(layers)
+        if not able or torch.is_autocast_enabled():
+            return None
+        other = self._module(layers[0]).mode.is_other
+        lie = [(v.shape, v.stride()) if isinstance(v, Tensor) else None for v in values.values()]
+        return layers, other, *lie
+
+    def find(self, key: Any) -> list[Known] | None:
+        """Return the recipes of a segment's layers, if they are known."""
+        return self._known.get(key)
+
+    def lesson(self, key: Any) -> Lesson | None:
+        """Return what is to take note of a segment that runs by autograd, if anything is."""
+        return None if key is None or key in self._known else Lesson(key, key[0])
+
+    def learn(
+        self,
+        lesson: Lesson,
+        stays: Sequence[Sequence[Tensor]],
+        gradients: Mapping[str, Tensor],
+        *,
+        kept: bool,
+    ) -> None:
+        """Make recipes of what autograd did.
+
+        Args:
+            lesson: What the segment ran with.
+            stays: Parameters and buffers, by layer.
+            gradients: Those that went.
+            kept: Whether what is saved stays on the device.
+        """
+        if lesson.key in self._known:  # an earlier micro-batch told
+            return
+        strides = {name: one.stride() for name, one in gradients.items()}
+        strides.update({name: one.stride for name, one in lesson.seeds.items()})
+        found: list[Known] | None = []
+        for number, reads, own in zip(range(*lesson.layers), lesson.reads, stays, strict=True):
+            layer = self._chain.layers[number]
+            root = next(n for n in layer.writes if self._costs.values[n].requires_grad)
+            seed = lesson.seeds.get(root)
+            recipe = None
+            if reads is not None and seed is not None:
+                kept_here = [like(t, requires_grad=t.requires_grad) for t in own]
+                recipe = self._recipe(number, kept_here, reads, seed, remakes=not kept)
+            if recipe is None or seed is None:
+                found = None
+                break
+            parameters = layer.parameters
+            keys = [id(parameters[n]) if n in parameters else 0 for n in self.names(number)]
+            assert found is not None
+            found.append(Known(layer, recipe, root, seed.stride, strides, keys))
+        self._known[lesson.key] = found
 
     def names(self, number: int) -> Sequence[str]:
         """Return the parameters and buffers that a layer's recipe takes, in their order."""
+        return self._module(number).names
+
+    def _recipe(
+        self, number: int, stays: list[Like], reads: list[Like], seed: Like, *, remakes: bool
+    ) -> Recipe | None:
+        module, layer = self._module(number), self._chain.layers[number]
+        root = [self._costs.values[name].requires_grad for name in layer.writes].index(True)
+        other = module.other if module.mode.is_other else None
+        template = module.template if other is None else other.template
+        kind = (template, remakes, seed, len(reads), *reads, *stays)
+        if kind not in self._kinds:
+            names = module.names
+
+            def run(given: Sequence[Any]) -> Sequence[Any]:
+                return module.run(dict(zip(names, given, strict=False)), given[len(names) :])
+
+            self._kinds[kind] = recipe_of(
+                run, stays, reads, seed, root, remakes=remakes and self._remakes
+            )
+        return self._kinds[kind]
+
+    def _module(self, number: int) -> GraphLayer:
         module = self._chain.layers[number].module
         assert isinstance(module, GraphLayer)
-        return module.names
+        return module
 
-    def able(self, number: int) -> bool:
-        """Return whether a layer may have a recipe."""
-        return number in self._roots and not torch.is_autocast_enabled()
+    def _is_able(self, layers: Layers) -> bool:
+        parameters = [
+            id(parameter)
+            for layer in self._chain.layers[slice(*layers)]
+            for parameter in layer.parameters.values()
+        ]
+        return len(set(parameters)) == len(parameters) and all(map(self._is_fit, range(*layers)))
 
-    def find(self, number: int, values: Sequence[Any]) -> KnownRecipe | None:
-        """Return by what a layer runs on such values, if it is known."""
-        if not self.able(number):
-            return None
-        key = key_of(number, self._chain.layers[number], values)
-        known = None if key is None else self._known.get(key)
-        if known is None:
-            return None
-        for value, stride in zip(values, known.reads, strict=True):
-            if value.stride() != stride:
-                return None
-        return known
-
-    def lesson(self, number: int, stays: Sequence[Tensor], values: Sequence[Any]) -> Lesson | None:
-        """Return what is to be learnt of a layer that runs by autograd; `None` if nothing is."""
-        key = key_of(number, self._chain.layers[number], values) if self.able(number) else None
-        if key is None or key in self._known:
-            return None
-        if not all(isinstance(value, Tensor) for value in values):
-            return None
-        needs = self._needs[number]
-        reads = [like(v, requires_grad=has) for v, has in zip(values, needs, strict=True)]
-        return Lesson(key, number, reads, [like(t, requires_grad=t.requires_grad) for t in stays])
-
-    def learn(
-        self, lesson: Lesson, seeds: Mapping[str, Like], gradients: Mapping[str, Tensor]
-    ) -> None:
-        """Make a recipe of what autograd did.
-
-        Args:
-            lesson: What the layer ran with.
-            seeds: The gradients that came.
-            gradients: Those that went.
-        """
-        layer = self._chain.layers[lesson.number]
-        root = self._roots[lesson.number]
-        gradient = seeds.get(layer.writes[root])
-        if gradient is None:
-            return
-        module = layer.module
-        assert isinstance(module, GraphLayer)
-        template = (
-            module.other.template if module.mode.is_other and module.other else module.template
+    def _is_fit(self, number: int) -> bool:
+        layer, cost, values = (
+            self._chain.layers[number],
+            self._costs.layers[number],
+            self._costs.values,
         )
-        kind = (template, *lesson.reads, *lesson.stays, gradient)
-        if kind not in self._kinds:
-            self._kinds[kind] = recipe_of(
-                _runner(module), lesson.stays, lesson.reads, gradient, root, remakes=self._remakes
-            )
-        recipe = self._kinds[kind]
-        self._known[lesson.key] = (
-            None
-            if recipe is None
-            else KnownRecipe(
-                recipe,
-                [one.stride for one in lesson.reads],
-                gradient.stride,
-                {name: one.stride() for name, one in gradients.items()},
-                layer.writes[root],
-                [id(layer.parameters[n]) if n in layer.parameters else 0 for n in module.names],
-            )
-        )
-
-
-def _runner(module: GraphLayer) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    names = module.names
-
-    def run(given: Sequence[Any]) -> Sequence[Any]:
-        return module.run(dict(zip(names, given, strict=False)), given[len(names) :])
-
-    return run
+        if not isinstance(layer.module, GraphLayer) or cost.changes_buffers:
+            return False
+        # The gradients of a value that several layers read add up in autograd's order.
+        alone = all(self._readers[n] == 1 for n in layer.reads if values[n].requires_grad)
+        roots = [name for name in layer.writes if values[name].requires_grad]
+        return alone and cost.saved.movable and len(roots) == 1
 
 
 class RecipeRun:
@@ -158,81 +192,130 @@ class RecipeRun:
     visit."""
 
     def __init__(
-        self,
-        known: KnownRecipe,
-        layer: Layer,
-        leaves: Sequence[Tensor],
-        parcel: Parcel,
-        collector: Collector,
+        self, known: Known, leaves: Sequence[Tensor], parcel: Parcel | None, collector: Collector
     ) -> None:
         """Begin.
 
         Args:
             known: The recipe.
-            layer: Which layer it is.
-            leaves: Its parameters and buffers, whose gradients are added to.
-            parcel: Takes what is sent.
+            leaves: Parameters and buffers, whose gradients are added to.
+            parcel: Takes what is sent; `None` keeps it.
             collector: Takes the gradients.
         """
-        self.parcel, self._offload = parcel, parcel.offload
-        self._known, self._layer, self._leaves = known, layer, leaves
-        self._keys, self._collector = known.keys, collector
-        self.root = known.root
+        self.known, self._leaves = known, leaves
+        self._parcel, self._collector = parcel, collector
+        self._offload: Offload | None = None if parcel is None else parcel.offload
         self._sent: dict[int, tuple[SentStorage, View]] = {}
+        self._kept: dict[int, Tensor] = {}
+        self._gradient: Tensor | None = None
 
     def forward(self, values: Sequence[Any]) -> Sequence[Any]:
         """Return what the layer writes."""
-        recipe = self._known.recipe
-        with torch.no_grad():
-            written = recipe.forward(self, *self._leaves, *values)
-        self.parcel.note([self._sent[number][0] for number in reversed(recipe.taken)])
+        recipe = self.known.recipe
+        written = recipe.forward(self, *self._leaves, *values)
+        if self._parcel is not None:
+            self._parcel.note([self._sent[number][0] for number in reversed(recipe.taken)])
         return written
 
-    def backward(self, stays: Sequence[Tensor], gradient: Tensor | None) -> dict[str, Tensor]:
+    def backward(self, stays: Sequence[Tensor], gradient: list[Tensor]) -> dict[str, Tensor]:
         """Add to the gradients of parameters; return those of what was read.
 
         Args:
             stays: Parameters and buffers where they are now.
-            gradient: Of what was written; `None` if nobody needs it.
+            gradient: Of what was written, alone in a list, which is emptied.
         """
-        known = self._known
-        if gradient is None:
-            self.parcel.close()
-            return {}
-        with torch.no_grad():
-            seed = _with_strides(gradient, known.gradient)
-            del gradient
-            found = known.recipe.backward(self, seed, *stays)
-        self.parcel.close()
+        known = self.known
+        self._gradient = _with_strides(gradient.pop(), known.gradient)
+        found = known.recipe.backward(self, *stays)
         return {
             name: _with_strides(one, known.gradients[name])
-            for name, one in zip(self._layer.reads, found, strict=True)
+            for name, one in zip(known.layer.reads, found, strict=True)
             if one is not None
         }
 
+    def gradient(self) -> Tensor:
+        """Hand over the gradient of what was written."""
+        gradient, self._gradient = self._gradient, None
+        assert gradient is not None
+        return gradient
+
     def send(self, number: int, tensor: Tensor) -> None:
         """Send a tensor's storage to the host."""
-        sent = self._offload.send(tensor)
-        sent.users = 1
+        if self._parcel is None:
+            self._kept[number] = tensor
+            return
+        sent = self._parcel.send(tensor)
+        sent.users += 1
         self._sent[number] = sent, view_of(tensor)
 
     def take(self, number: int) -> Tensor:
         """Return the tensor whose storage was sent."""
+        if self._offload is None:
+            return self._kept[number]
         sent, view = self._sent[number]
         return seen_as(self._offload.use(sent), view)
 
     def done(self, number: int) -> None:
         """Take note that nobody needs it any more."""
+        if self._offload is None:
+            del self._kept[number]
+            return
         sent, _ = self._sent[number]
-        sent.users = 0
+        sent.users -= 1
         self._offload.used(sent)
 
     def add(self, number: int, gradient: Tensor) -> None:
         """Add to the gradient of a parameter."""
-        self._collector.add(self._keys[number], self._leaves[number], gradient)
+        self._collector.add(self.known.keys[number], self._leaves[number], gradient)
 
 
-def _with_strides(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
+class SegmentRun:
+    """One micro-batch's run of a segment by recipes."""
+
+    def __init__(self, parcel: Parcel | None) -> None:
+        """Begin; `parcel` takes what is sent, `None` keeps it."""
+        self.parcel = parcel
+        self._runs: list[RecipeRun] = []
+
+    def layer(
+        self, known: Known, leaves: Sequence[Tensor], collector: Collector, values: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Return what the next layer writes; the rest is as of `RecipeRun`."""
+        if self.parcel is not None:
+            self.parcel.begin_layer()
+        run = RecipeRun(known, leaves, self.parcel, collector)
+        self._runs.append(run)
+        with torch.no_grad():
+            return run.forward(values)
+
+    def backward(
+        self,
+        stays: Sequence[Sequence[Tensor]],
+        begun: Callable[[str], bool],
+        gradient_of: Callable[[str], Tensor],
+    ) -> dict[str, Tensor]:
+        """Run backward; return the gradients of the segment's inputs. The run is used up.
+
+        Args:
+            stays: Parameters and buffers where they are now, by layer.
+            begun: Whether later segments gave the value of a name a gradient.
+            gradient_of: Returns that gradient.
+        """
+        found: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for own in reversed(stays):
+                run = self._runs.pop()
+                root = run.known.root
+                if root in found:
+                    found.update(run.backward(own, [found.pop(root)]))
+                elif begun(root):
+                    found.update(run.backward(own, [gradient_of(root)]))
+        if self.parcel is not None:
+            self.parcel.close()
+        return found
+
+
+def _with_strides(gradient: Tensor, strides: Strides) -> Tensor:
     """Return a gradient as autograd would have it in memory."""
     if gradient.stride() == strides:
         return gradient

@@ -55,6 +55,10 @@ def like(tensor: Tensor, *, requires_grad: bool) -> Like:
 class Run(Protocol):
     """One run of a recipe, which its functions call."""
 
+    def gradient(self) -> Tensor:
+        """Hand over the gradient of what was written."""
+        ...
+
     def send(self, number: int, tensor: Tensor) -> None:
         """Send a tensor's storage to the host."""
         ...
@@ -78,7 +82,7 @@ class Recipe(NamedTuple):
     forward: Callable[..., Sequence[Any]]
     """`forward(run, *given)` returns what is written."""
     backward: Callable[..., Sequence[Any]]
-    """`backward(run, gradient, *stays)` returns the gradients of what is read, in order."""
+    """`backward(run, *stays)` returns the gradients of what is read, in order."""
     taken: tuple[int, ...]
     """What is sent, in the order in which backward takes it."""
 
@@ -269,10 +273,9 @@ class _Division:
     def _backward(self) -> tuple[fx.Graph, list[int]]:
         traced = self._traced
         graph = fx.Graph()
-        run, seed = graph.placeholder("run"), graph.placeholder("gradient")
-        env: dict[fx.Node, fx.Node] = {traced.seed: seed}
-        for node in traced.stays:
-            env[node] = graph.placeholder(node.name)
+        run = graph.placeholder("run")
+        env = {node: graph.placeholder(node.name) for node in traced.stays}
+        env[traced.seed] = graph.call_method("gradient", (run,))
         numbers = {node: number for number, node in enumerate(traced.stays)}
         adds: dict[fx.Node, list[int]] = {}
         for node, gradient in traced.gradients.items():
