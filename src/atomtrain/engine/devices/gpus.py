@@ -39,6 +39,28 @@ def gpus() -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+class Card(NamedTuple):
+    """A GPU."""
+
+    name: str
+    total_bytes: int
+    cache_bytes: int
+    """Of the largest cache."""
+
+
+def card_of(device: torch.device | int) -> Card | None:
+    """Return what a GPU is; `None` of what is not a GPU."""
+    if isinstance(device, torch.device) and device.type != "cuda":
+        return None
+    card = torch.cuda.get_device_properties(device)
+    return Card(str(card.name), int(card.total_memory), int(card.L2_cache_size))
+
+
+def memory_of(index: int) -> tuple[str, int, int]:
+    """Return a GPU's name, the bytes of its memory that nobody uses, and all."""
+    return torch.cuda.get_device_name(index), *torch.cuda.mem_get_info(index)
+
+
 def names_gpu(device: str) -> bool:
     """Return whether what `--device` says is a GPU."""
     return device.startswith("cuda") or (device == "auto" and gpus() > 0)
@@ -161,8 +183,7 @@ def budget_of(index: int, wanted_bytes: int | None) -> int:
     Raises:
         ConfigError: the GPU has less, or others use so much of it that less is free.
     """
-    name = torch.cuda.get_device_name(index)
-    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    name, free_bytes, total_bytes = memory_of(index)
     # What this process has already it can use again.
     free_bytes = min(total_bytes, free_bytes + torch.cuda.memory_reserved(index))
     if wanted_bytes is None:

@@ -80,14 +80,11 @@ def _versions() -> Iterator[Finding]:
 
 
 def _device() -> Iterator[Finding]:
-    import torch
-
-    from atomtrain.engine.devices.gpus import driver_is_there, gpus, listing, why_none
+    from atomtrain.engine.devices.gpus import driver_is_there, gpus, listing, memory_of, why_none
 
     if count := gpus():
         for index in range(count):
-            free_bytes, all_bytes = torch.cuda.mem_get_info(index)
-            name = torch.cuda.get_device_name(index)
+            name, free_bytes, all_bytes = memory_of(index)
             text = f"{name}, {format_bytes(free_bytes)} of {format_bytes(all_bytes)} free"
             if free_bytes < all_bytes / 2:
                 fix = f"end what uses it ({listing()} lists it), or give a smaller --device-memory"
