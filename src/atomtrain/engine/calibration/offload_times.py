@@ -185,11 +185,12 @@ class _TimedGraph(WaitingGraph):
     def _new_rematerializer(self) -> Rematerializer:
         return _TimedRematerializer(self._find, self._timer)
 
-    def _hooks(
-        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
-    ) -> saved_tensors_hooks:
-        timed = self._timer.timed
-        return super()._hooks(functools.partial(timed, pack), functools.partial(timed, unpack))
+    def _hooks(self, pack: Callable[[Tensor], Any]) -> saved_tensors_hooks:
+        return super()._hooks(functools.partial(self._timer.timed, pack))
+
+    def _unpack(self, packed: Any) -> Tensor:
+        unpacked: Tensor = self._timer.timed(super()._unpack, packed)
+        return unpacked
 
 
 class _Bench:

@@ -15,6 +15,7 @@ saved, and its gradients leave as autograd made them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
@@ -81,7 +82,6 @@ class WaitingGraph:
         """
         self._where, self.parcel, self._scripts = where, parcel, scripts
         self._remakes = remakes and parcel is not None
-        self._performances: list[Performance] = []
         self.lesson: Lesson | None = None
         """What is to be learnt from its backward."""
         self._slot = where.slot
@@ -91,14 +91,15 @@ class WaitingGraph:
 
     def layer(self, key: Key | None, run: Callable[..., T], *given: Any) -> T:
         """Return `run(*given)`, which runs a layer; `key` tells which script may hold for it."""
-        if self.parcel is not None:
-            self.parcel.begin_layer()
+        if self.parcel is None:
+            with self._hooks(functools.partial(self._pack, rematerializer=None)):
+                return run(*given)
+        self.parcel.begin_layer()
         script = None if key is None else self._scripts.get(key)
         if script is None:
             return self._watched(key, run, *given)
         performance = Performance(script, self.parcel)
-        self._performances.append(performance)
-        with self._hooks(performance.pack, performance.unpack):
+        with self._hooks(performance.pack):
             result = run(*given)
         performance.end()
         return result
@@ -115,17 +116,15 @@ class WaitingGraph:
                 script.learn(tensor, packed, changing=changing)
             return packed
 
-        with self._hooks(pack, self._unpack), rematerializer or nullcontext():
+        with self._hooks(pack), rematerializer or nullcontext():
             result = run(*given)
         if key is not None and script is not None:
             script.learnt()
             self._scripts[key] = script
         return result
 
-    def _hooks(
-        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
-    ) -> saved_tensors_hooks:
-        return saved_tensors_hooks(pack, unpack)
+    def _hooks(self, pack: Callable[[Tensor], Any]) -> saved_tensors_hooks:
+        return saved_tensors_hooks(pack, self._unpack)
 
     def run(
         self,
@@ -169,8 +168,6 @@ class WaitingGraph:
             gradient_of: Returns that gradient.
         """
         self._slot = slot
-        for performance in self._performances:
-            performance.come_back(slot)
         # An input whose gradient later segments have begun is a root too: so autograd adds this
         # segment's contributions to it one by one, in the order in which it adds them when nothing
         # is swapped.

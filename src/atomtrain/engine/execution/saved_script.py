@@ -3,9 +3,8 @@
 Most layers are a fixed list of operations (`Layer.fixed`), so autograd saves the same tensors in
 the same order whenever the layer runs. The first time every operation is watched, to see what
 backward can make again (`analysis/costs/rematerialization.py`). A script of that tells the next
-times by the number of the saved tensor alone, and nothing is watched any more: on a GPU the thread
-that hands over operations would else be what limits small layers. Layers that may do otherwise each
-time are always watched.
+times by the number of the saved tensor alone, and nothing is watched any more. It serves where
+there is not a recipe (`recipes.py`). Layers that may do otherwise each time are always watched.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from atomtrain.analysis.costs.rematerialization import (
     RematerializedStorage,
     Step,
 )
-from atomtrain.analysis.costs.storages import View, seen_as, view_at
+from atomtrain.analysis.costs.storages import View
 from atomtrain.analysis.layers.chain import Layer
 from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.engine.execution.offload import (
@@ -32,7 +31,6 @@ from atomtrain.engine.execution.offload import (
     arguments_of,
     needed_for,
 )
-from atomtrain.engine.execution.remaking import Argument, InSlot, Plan, planned
 
 Key = tuple[int, bool, tuple[torch.Size, ...]]
 """Number of a layer in the chain, whether the model is in its other mode, shapes of its inputs."""
@@ -42,7 +40,7 @@ def key_of(number: int, layer: Layer, values: Sequence[Any]) -> Key | None:
     """Return for what runs of a layer on such values a script holds; `None` if for none."""
     if not layer.fixed:
         return None
-    shapes = tuple([value.shape for value in values if isinstance(value, Tensor)])
+    shapes = tuple(value.shape for value in values if isinstance(value, Tensor))
     return number, in_other_mode(layer.module), shapes
 
 
@@ -55,21 +53,37 @@ class ScriptError(RuntimeError):
     """A layer saved something else than the time before; no user's mistake leads to this."""
 
 
+class _Argument(NamedTuple):
+    """Stands, among the arguments of an operation in a script, for one of the layer's storages."""
+
+    number: int
+    view: View
+
+
+class _Made(NamedTuple):
+    """How a storage is made again."""
+
+    operation: RematerializedOperation
+    """With an `_Argument` for each saved tensor."""
+    position: int
+    arguments: tuple[int, ...]
+    needed: tuple[int, ...]
+    """Sent storages in the order in which backward needs them, the last one first."""
+
+
 class _Entry(NamedTuple):
     """What becomes of one saved tensor."""
 
-    at: int
-    """Its number among those that the layer saves."""
     size: torch.Size
+    stands: Any = None
+    """What stands for it always, where it lies in the segment's slot."""
     keep: Callable[[Tensor], Tensor] | None = None
     """Where it stays on the device: what is kept of it."""
-    place: int = -1
-    """Where it lies in the segment's slot: the number of that place."""
     number: int = -1
     """Else the number of its storage among those of the layer."""
-    view: View = View(torch.uint8, 0, torch.Size(), ())
-    sends: bool = False
-    """Whether its storage is sent, and was not met before."""
+    view: View | None = None
+    made: _Made | None = None
+    """`None` where the storage is sent."""
 
 
 class Script:
@@ -78,75 +92,42 @@ class Script:
     def __init__(self) -> None:
         """Know of none yet."""
         self.entries: list[_Entry] = []
-        self.uses: list[int] = []
-        """Of each storage, the saved tensors in it, and what is made of it."""
-        self.arguments: list[tuple[int, ...]] = []
-        """The storages that each is made of; none where it is sent."""
-        self.order: list[int] = []
-        """The storages that are sent, in the order in which backward needs them, last one first."""
-        self._made: dict[int, tuple[RematerializedOperation, int]] = {}
-        self._plans: dict[tuple[int, int], Plan] = {}
-        self._in_slot: dict[View, int] = {}
-        self._places: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        # Only to learn:
         self._storages: list[AnyStorage] = []
         self._operations: dict[RematerializedOperation, RematerializedOperation] = {}
 
     def learn(self, tensor: Tensor, packed: Any, *, changing: bool) -> None:
         """Take note of what became of the next tensor that was saved; `changing` is copied."""
-        at, size = len(self.entries), tensor.shape
+        size = tensor.shape
         if isinstance(packed, Tensor):
-            self.entries.append(_Entry(at, size, keep=_copied if changing else _alias))
-        elif isinstance(packed, View):
-            self.entries.append(_Entry(at, size, place=self._place(packed)))
+            self.entries.append(_Entry(size, keep=_copied if changing else _alias))
+        elif isinstance(packed, Away):
+            number = self._number(packed.storage)
+            made = self._made(packed.storage)
+            self.entries.append(_Entry(size, number=number, view=packed.view, made=made))
         else:
-            known, number = len(self._storages), self._number(packed.storage)
-            sends = number == known and isinstance(packed.storage, SentStorage)
-            self.entries.append(_Entry(at, size, None, -1, number, packed.view, sends))
-            self.uses[number] += 1
-            self.order += [self._number(one) for one in needed_for(packed.storage)]
+            self.entries.append(_Entry(size, stands=packed))
 
     def learnt(self) -> None:
         """Let go of what was only needed to learn."""
-        self.order = list(dict.fromkeys(reversed(self.order)))[::-1]
         self._storages.clear()
         self._operations.clear()
-
-    def places(self, slot: Tensor) -> list[Tensor]:
-        """Return the saved parameters in a slot, by the numbers of their places."""
-        known = self._places.get(id(slot))
-        if known is None:
-            storage = slot.untyped_storage()
-            known = slot, [view_at(storage, view) for view in self._in_slot]
-            self._places[id(slot)] = known
-        return known[1]
-
-    def plan(self, number: int, there: int) -> Plan:
-        """Return how a storage is made where others, a bit each, have been made already."""
-        plan = self._plans.get((number, there))
-        if plan is None:
-            plan = self._plans[number, there] = planned(self._made, number, there)
-        return plan
-
-    def _place(self, view: View) -> int:
-        return self._in_slot.setdefault(view, len(self._in_slot))
 
     def _number(self, storage: AnyStorage) -> int:
         for number, known in enumerate(self._storages):
             if known is storage:
                 return number
-        arguments: tuple[int, ...] = ()
-        if isinstance(storage, RematerializedStorage):
-            arguments = tuple(self._number(one) for one in arguments_of(storage))
-            for argument in arguments:
-                self.uses[argument] += 1
-        number = len(self._storages)
         self._storages.append(storage)
-        self.uses.append(0)
-        self.arguments.append(arguments)
-        if isinstance(storage, RematerializedStorage):
-            self._made[number] = self._operation(storage.operation), storage.index
-        return number
+        return len(self._storages) - 1
+
+    def _made(self, storage: AnyStorage) -> _Made | None:
+        if isinstance(storage, SentStorage):
+            return None
+        return _Made(
+            self._operation(storage.operation),
+            storage.index,
+            tuple(self._number(one) for one in arguments_of(storage)),
+            tuple(self._number(one) for one in needed_for(storage)),
+        )
 
     def _operation(self, operation: RematerializedOperation) -> RematerializedOperation:
         if operation not in self._operations:
@@ -155,29 +136,21 @@ class Script:
 
     def _argument(self, packed: Any) -> Any:
         if isinstance(packed, Away):
-            return Argument(self._number(packed.storage), packed.view)
-        if isinstance(packed, View):
-            return InSlot(self._place(packed))
+            return _Argument(self._number(packed.storage), packed.view)
         if isinstance(packed, Step):
             return packed._replace(operation=self._operation(packed.operation))
         return packed
 
 
 class Performance:
-    """One run of a layer by its script, and what its backward makes of that."""
+    """One run of a layer by its script."""
 
-    def __init__(self, script: Script, parcel: Parcel | None) -> None:
-        """Begin with the first saved tensor; without a `parcel` all are kept."""
-        self._script, self._parcel = script, parcel
-        self._next = iter(script.entries)
-        storages = len(script.uses)
-        self._sent: list[SentStorage | None] = [None] * storages
-        self._used = bytearray(len(script.entries))
-        # Of those that are made again:
-        self._made: list[Tensor | None] = [None] * storages
-        self._left = script.uses.copy()
-        self._there = 0
-        self._places: list[Tensor] = []
+    def __init__(self, script: Script, parcel: Parcel) -> None:
+        """Begin with the first saved tensor."""
+        self._entries, self._parcel = script.entries, parcel
+        self._next = 0
+        self._storages: dict[int, AnyStorage] = {}
+        self._operations: dict[RematerializedOperation, RematerializedOperation] = {}
 
     def pack(self, tensor: Tensor) -> Any:
         """Return what stands for the next tensor that is saved.
@@ -185,17 +158,26 @@ class Performance:
         Raises:
             ScriptError: it is not the one that the script has.
         """
-        entry = next(self._next, None)
-        if entry is None or tensor.shape != entry.size:
+        if self._next == len(self._entries) or tensor.shape != self._entries[self._next].size:
             raise ScriptError(f"a layer saved a tensor {list(tensor.shape)} that its script lacks")
+        entry = self._entries[self._next]
+        self._next += 1
+        if entry.stands is not None:
+            return entry.stands
         if entry.keep is not None:
             return entry.keep(tensor)
-        if entry.sends:
-            assert self._parcel is not None
-            storage = self._parcel.send(tensor)
-            storage.users += self._left[entry.number]
-            self._sent[entry.number] = storage
-        return entry
+        storage = self._storages.get(entry.number)
+        if storage is None:
+            made = entry.made
+            storage = self._parcel.send(tensor) if made is None else self._remade(made)
+            self._storages[entry.number] = storage
+        storage.users += 1
+        if isinstance(storage, SentStorage):
+            self._parcel.note((storage,))
+        elif entry.made is not None:
+            self._parcel.note(self._sent(entry.made.needed))
+        assert entry.view is not None
+        return Away(self._parcel, storage, entry.view)
 
     def end(self) -> None:
         """Say that the layer has run.
@@ -203,69 +185,31 @@ class Performance:
         Raises:
             ScriptError: it saved less than its script has.
         """
-        missing = next(self._next, None)
-        if missing is not None:
-            saved, of = missing.at, len(self._script.entries)
-            raise ScriptError(f"a layer saved {saved} of {of} tensors")
-        if self._parcel is not None:
-            found = [self._sent[number] for number in self._script.order]
-            self._parcel.note([one for one in found if one is not None])
+        if self._next != len(self._entries):
+            raise ScriptError(f"a layer saved {self._next} of {len(self._entries)} tensors")
 
-    def come_back(self, slot: Tensor) -> None:
-        """Say where the segment's parameters are in backward."""
-        self._places = self._script.places(slot)
+    def _remade(self, made: _Made) -> RematerializedStorage:
+        storage = RematerializedStorage(self._operation(made.operation), made.position)
+        for number in made.arguments:
+            self._storages[number].users += 1
+        return storage
 
-    def unpack(self, packed: Any) -> Tensor:
-        """Return a saved tensor."""
-        if isinstance(packed, Tensor):
-            return packed
-        entry: _Entry = packed
-        if entry.place >= 0:
-            return self._places[entry.place]
-        tensor = self.storage_as(entry.number, entry.view)
-        if not self._used[entry.at]:
-            self._used[entry.at] = 1
-            self._let_go(entry.number)
-        return tensor
+    def _sent(self, numbers: Sequence[int]) -> list[SentStorage]:
+        found = [self._storages[number] for number in numbers]
+        return [one for one in found if isinstance(one, SentStorage)]
 
-    def place(self, number: int) -> Tensor:
-        """Return a parameter in the slot."""
-        return self._places[number]
+    def _operation(self, template: RematerializedOperation) -> RematerializedOperation:
+        if template not in self._operations:
+            self._operations[template] = template.on(self._argument)
+        return self._operations[template]
 
-    def storage_as(self, number: int, view: View) -> Tensor:
-        """Return a view of a storage, which comes or is made if it is not there."""
-        sent = self._sent[number]
-        if sent is not None:
-            assert self._parcel is not None
-            return seen_as(self._parcel.offload.use(sent), view)
-        made = self._made[number]
-        return seen_as(self._make(number) if made is None else made, view)
-
-    def _make(self, number: int) -> Tensor:
-        result: Tensor | None = None
-        for one, made in self._script.plan(number, self._there).run(self):
-            if self._left[one]:
-                self._made[one] = made
-                self._there |= 1 << one
-            if one == number:
-                result = made
-        assert result is not None
-        return result
-
-    def _let_go(self, number: int) -> None:
-        """Take note of a use; free on the device what has no more."""
-        sent = self._sent[number]
-        if sent is not None:
-            assert self._parcel is not None
-            sent.users -= 1
-            self._parcel.offload.used(sent)
-            return
-        self._left[number] -= 1
-        if not self._left[number]:
-            self._made[number] = None
-            self._there &= ~(1 << number)
-            for argument in self._script.arguments[number]:
-                self._let_go(argument)
+    def _argument(self, packed: Any) -> Any:
+        if isinstance(packed, _Argument):
+            storage = self._storages[packed.number]
+            return Away(self._parcel, storage, packed.view, argument=True)
+        if isinstance(packed, Step):
+            return packed._replace(operation=self._operation(packed.operation))
+        return packed
 
 
 def _alias(tensor: Tensor) -> Tensor:
