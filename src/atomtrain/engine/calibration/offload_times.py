@@ -32,7 +32,7 @@ from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.execution.compiled import CompiledLayer
 from atomtrain.engine.execution.graphs import WaitingGraph, Where
 from atomtrain.engine.execution.offload import Offload, Parcel
-from atomtrain.engine.execution.saved_script import Key, Script, key_of
+from atomtrain.engine.execution.saved_script import Key, Script
 from atomtrain.planning.cost.saved import SavedTensors
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
@@ -178,8 +178,9 @@ class _TimedGraph(WaitingGraph):
         timer: _Timer,
         *,
         remakes: bool,
+        compiled: bool,
     ) -> None:
-        super().__init__(where, parcel, scripts, remakes=remakes)
+        super().__init__(where, parcel, scripts, remakes=remakes, compiled=compiled)
         self._timer = timer
 
     def _new_rematerializer(self) -> Rematerializer:
@@ -227,7 +228,6 @@ class _Bench:
         staying = frozenset(b.untyped_storage()._cdata for b in buffers.values())
         self._where = Where(self._slot, staying, frozenset())
         self._scripts: dict[bool, dict[Key, Script]] = {True: {}, False: {}}
-        self._key = key_of(0, layer, values)
 
     def sample(self) -> _Sample:
         """Run the layer in all ways, one after the other."""
@@ -253,12 +253,18 @@ class _Bench:
         compiled = isinstance(self._layer, CompiledLayer)
         parcel = offload.parcel(alone=True)
         graph = _TimedGraph(
-            self._where, parcel, self._scripts[remakes], timer, remakes=remakes and not compiled
+            self._where,
+            parcel,
+            self._scripts[remakes],
+            timer,
+            remakes=remakes and not compiled,
+            compiled=compiled,
         )
-        key = None if compiled else self._key
 
-        def run(taken: Mapping[str, Any]) -> dict[str, Any]:
-            return graph.layer(key, self._run, taken)
+        def run(values: Mapping[str, Any]) -> dict[str, Any]:
+            taken = [values[name] for name in self._layer.reads]
+            written = graph.layer(0, self._layer, self._tensors, taken)
+            return dict(zip(self._layer.writes, written, strict=True))
 
         taken = {n: v.detach() if isinstance(v, Tensor) else v for n, v in self._values.items()}
         needs = {n for n, v in self._values.items() if isinstance(v, Tensor) and v.requires_grad}

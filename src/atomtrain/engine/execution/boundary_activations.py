@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from atomtrain.analysis.costs.storages import is_dense
-from atomtrain.analysis.layers.chain import Chain
+from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.streams import Event
@@ -27,7 +27,7 @@ from atomtrain.engine.state.store import in_layout_of, view_of
 from atomtrain.planning.cost.timeline import label_of
 from atomtrain.planning.plan.plan import Plan
 from atomtrain.planning.plan.schedule import Phase, Visit
-from atomtrain.planning.plan.shape import Boundary
+from atomtrain.planning.plan.shape import Boundary, Layers
 
 
 @dataclass(slots=True)
@@ -317,6 +317,39 @@ def forward_routes(chain: Chain, visits: Sequence[Visit], boundary: Boundary) ->
         finished = frozenset(chain.reads(start, stop)) - following - beyond - again
         routes[index] = Route(outputs, keep, save, finished - frozenset(chain.inputs))
     return routes
+
+
+class Link(NamedTuple):
+    """One layer of a segment."""
+
+    number: int
+    layer: Layer
+    spent: tuple[str, ...]
+    """Values that nobody needs after it."""
+
+
+class Links:
+    """The layers of segments, found out once each."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+        self._known: dict[tuple[Layers, tuple[str, ...]], list[Link]] = {}
+
+    def of(self, layers: Layers, wanted: tuple[str, ...]) -> list[Link]:
+        """Return the layers of a segment of which these values are wanted."""
+        found = self._known.get((layers, wanted))
+        if found is None:
+            found = self._known[layers, wanted] = []
+            start, stop = layers
+            values = set(self._chain.reads(start, stop))
+            for number in range(start, stop):
+                layer = self._chain.layers[number]
+                values.update(layer.writes)
+                later = self._chain.reads(number + 1, stop) if number + 1 < stop else ()
+                needed = {*wanted, *later}
+                found.append(Link(number, layer, tuple(values - needed)))
+                values &= needed
+        return found
 
 
 class Pass:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from atomtrain.analysis.costs.costs import ChainCosts
-from atomtrain.analysis.layers.chain import Chain, Layer
+from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.streams import Record, recorded_on_host, recorded_visit
 from atomtrain.engine.execution.boundary_activations import (
     ActivationPrefetch,
     BoundaryActivations,
+    Links,
     Outbox,
     Pass,
     Route,
@@ -32,8 +33,7 @@ from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Where
 from atomtrain.engine.execution.host_layers import HostLayers
 from atomtrain.engine.execution.offload import Offload
 from atomtrain.engine.execution.randomness import Randomness
-from atomtrain.engine.execution.recipe_runs import Known, Recipes, SegmentRun
-from atomtrain.engine.execution.saved_script import key_of
+from atomtrain.engine.execution.recipe_runs import Recipes, SegmentRun
 from atomtrain.engine.execution.slots import Slots, Tensors
 from atomtrain.engine.state.residents import DeviceBuffers
 from atomtrain.engine.state.store import HostStore
@@ -46,15 +46,6 @@ from atomtrain.planning.plan.shape import Layers
 
 Values = Mapping[str, Any]
 """A micro-batch: the chain's inputs by name."""
-
-
-class _LayerOf(NamedTuple):
-    """One layer of a segment."""
-
-    number: int
-    layer: Layer
-    spent: tuple[str, ...]
-    """Values that nobody needs after it."""
 
 
 class Executor:
@@ -88,14 +79,16 @@ class Executor:
         planned = costs if plan.remakes else costs.sending_all()
         window_bytes = SavedTensors(chain, planned).window_bytes
         # Compiled layers would run operation by operation if these were watched.
-        self._compiled = any(isinstance(layer, CompiledLayer) for layer in chain.layers)
-        remakes = plan.remakes and not self._compiled
-        self._graphs = Graphs(Offload(device, self.pool, window_bytes), remakes=remakes)
-        able = not self._compiled and not device.one_memory
+        compiled = any(isinstance(layer, CompiledLayer) for layer in chain.layers)
+        remakes = plan.remakes and not compiled
+        self._graphs = Graphs(
+            Offload(device, self.pool, window_bytes), remakes=remakes, compiled=compiled
+        )
+        able = not compiled and not device.one_memory
         self._recipes = Recipes(chain, costs, remakes=remakes) if able else None
         self._stays: dict[tuple[Layers, int], list[list[Tensor]]] = {}
         self._where: dict[tuple[Layers, int], Where] = {}
-        self._layers: dict[tuple[Layers, tuple[str, ...]], list[_LayerOf]] = {}
+        self._links = Links(chain)
         self._losses: list[Tensor] = []
         self._count = self._of = 0
         self.record: Record | None = None
@@ -240,20 +233,8 @@ class Executor:
         taken: Mapping[str, Any],
         outputs: Sequence[str],
     ) -> dict[str, Any]:
-        """Run the segment forward with a graph that waits for backward."""
-        start, stop = visit.layers
-        recipes = self._recipes
-        key = None if recipes is None else recipes.key_of(visit.layers, taken)
-        known = None if recipes is None or key is None else recipes.find(key)
-        if known is not None:
-            return self._forward_by_recipes(visit, micro_batch, taken, outputs, known)
-        where = self._where.get((visit.layers, visit.slot))
-        if where is None:
-            where = self._where[visit.layers, visit.slot] = Where(
-                self.slots.slot_of(visit), self._staying, self.buffers.changing(*visit.layers)
-            )
-        graph = self._graphs.new(where, visit.activation, alone=stop - start == 1)
-        graph.lesson = None if recipes is None else recipes.lesson(key)
+        """Run the segment forward with a graph that waits for backward, or without by recipes."""
+        graph = self._graph_that_waits(visit, taken)
         values = graph.run(
             taken,
             lambda name: self._costs.values[name].requires_grad,
@@ -263,34 +244,23 @@ class Executor:
         self._graphs.put(visit.layers, micro_batch, graph)
         return values
 
-    def _forward_by_recipes(
-        self,
-        visit: Visit,
-        micro_batch: int,
-        taken: Mapping[str, Any],
-        outputs: Sequence[str],
-        known: Sequence[Known],
-    ) -> dict[str, Any]:
-        """Run the segment forward without a graph, by its layers' recipes."""
-        start, _ = visit.layers
-        run = self._graphs.run_of(visit.activation, alone=len(known) == 1)
-        values = dict(taken)
-        stays = self._stays_in(visit, visit.home)
-        with self._random.alone:
-            for (index, layer, spent), recipe, own in zip(
-                self._layers_of(visit.layers, tuple(outputs)), known, stays, strict=True
-            ):
-                self._random.reach(micro_batch, index, first=index == start)
-                arguments = [values[name] for name in layer.reads]
-                written = run.layer(recipe, own, self.slots.collector, arguments)
-                del arguments
-                values.update(zip(layer.writes, written, strict=True))
-                del written
-                for name in spent:
-                    del values[name]
-            self._random.leave(micro_batch)
-        self._graphs.put(visit.layers, micro_batch, run)
-        return values
+    def _graph_that_waits(
+        self, visit: Visit, taken: Mapping[str, Any]
+    ) -> WaitingGraph | SegmentRun:
+        parcel = self._graphs.parcel(visit.layers, visit.activation)
+        recipes = self._recipes
+        key = None if recipes is None else recipes.key_of(visit.layers, taken)
+        known = None if recipes is None or key is None else recipes.find(key)
+        if known is not None:
+            stays = self._stays_in(visit, visit.home)
+            return SegmentRun(known, stays, parcel, self.slots.collector)
+        where = self._where.get((visit.layers, visit.slot))
+        if where is None:
+            where = self._where[visit.layers, visit.slot] = Where(
+                self.slots.slot_of(visit), self._staying, self.buffers.changing(*visit.layers)
+            )
+        lesson = None if recipes is None else recipes.lesson(key)
+        return self._graphs.new(where, parcel, lesson)
 
     def _backward_found(self, visit: Visit, micro_batch: int) -> None:
         """Run backward of a segment whose graph waited."""
@@ -401,7 +371,7 @@ class Executor:
         micro_batch: int,
         taken: Mapping[str, Any],
         wanted: Sequence[str],
-        graph: WaitingGraph | None = None,
+        graph: WaitingGraph | SegmentRun | None = None,
     ) -> dict[str, Any]:
         """Run the segment's layers, within `graph` if it waits; return the wanted values."""
         start, _ = visit.layers
@@ -411,19 +381,17 @@ class Executor:
         with self._random.alone:
             if again:
                 self._random.replay(micro_batch, start)
-            for index, layer, spent in self._layers_of(visit.layers, tuple(wanted)):
+            for index, layer, spent in self._links.of(visit.layers, tuple(wanted)):
                 if draws:
                     self._random.reach(micro_batch, index, first=index == start)
                 buffers = self.buffers.of(index, micro_batch, visit.phase, visit.leaves)
                 own = {**tensors[index - start], **buffers}
                 arguments = [values[name] for name in layer.reads]
+                written: Sequence[Any]
                 if graph is None:
                     written = layer.run(own, arguments)
                 else:
-                    key = None if self._compiled else key_of(index, layer, arguments)
-                    written = graph.layer(key, layer.run, own, arguments)
-                    if graph.lesson is not None:
-                        graph.lesson.note(layer, arguments, written)
+                    written = graph.layer(index, layer, own, arguments)
                 del arguments
                 values.update(zip(layer.writes, written, strict=True))
                 del written
@@ -432,24 +400,6 @@ class Executor:
             if draws:
                 self._random.leave(micro_batch)
         return values
-
-    def _layers_of(self, layers: Layers, wanted: tuple[str, ...]) -> list[_LayerOf]:
-        """Return the layers of a segment of which these values are wanted."""
-        found = self._layers.get((layers, wanted))
-        if found is None:
-            found = self._layers[layers, wanted] = []
-            start, stop = layers
-            values = set(self._chain.reads(start, stop))
-            for index in range(start, stop):
-                layer = self._chain.layers[index]
-                values.update(layer.writes)
-                needed = {
-                    *wanted,
-                    *(self._chain.reads(index + 1, stop) if index + 1 < stop else ()),
-                }
-                found.append(_LayerOf(index, layer, tuple(values - needed)))
-                values &= needed
-        return found
 
 
 class _Graph(NamedTuple):

@@ -16,7 +16,7 @@ saved, and its gradients leave as autograd made them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,10 +26,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from atomtrain.analysis.costs.rematerialization import Rematerializer
 from atomtrain.analysis.costs.storages import View, view_at, view_of
+from atomtrain.analysis.layers.chain import Layer
 from atomtrain.engine.execution.offload import Away, Offload, Parcel
 from atomtrain.engine.execution.recipe_runs import Lesson, SegmentRun
-from atomtrain.engine.execution.saved_script import Key, Performance, Script
-from atomtrain.planning.plan.shape import Activation
+from atomtrain.engine.execution.saved_script import Key, Performance, Script, key_of
+from atomtrain.planning.plan.shape import Activation, Layers
 
 T = TypeVar("T")
 _ANCHOR = torch.empty(0, requires_grad=True)
@@ -70,7 +71,14 @@ class WaitingGraph:
     """One micro-batch's graph of one segment, from its forward visit to its backward visit."""
 
     def __init__(
-        self, where: Where, parcel: Parcel | None, scripts: dict[Key, Script], *, remakes: bool
+        self,
+        where: Where,
+        parcel: Parcel | None,
+        scripts: dict[Key, Script],
+        *,
+        remakes: bool,
+        compiled: bool = False,
+        lesson: Lesson | None = None,
     ) -> None:
         """Make a graph of nothing yet.
 
@@ -79,30 +87,38 @@ class WaitingGraph:
             parcel: Takes what is saved to the host; `None` keeps it.
             scripts: Of layers that have run; those of others are added.
             remakes: Whether what is cheap is made again, not sent.
+            compiled: Whether layers are compiled.
+            lesson: What is to be learnt of it.
         """
+        self._compiled, self.lesson = compiled, lesson
         self._where, self.parcel, self._scripts = where, parcel, scripts
         self._remakes = remakes and parcel is not None
-        self.lesson: Lesson | None = None
-        """What is to be learnt from its backward."""
         self._slot = where.slot
         self._found: dict[str, list[Tensor]] = {}
         self._entrances: dict[str, GradientEdge] = {}
         self._edges: dict[str, GradientEdge] = {}
 
-    def layer(self, key: Key | None, run: Callable[..., T], *given: Any) -> T:
-        """Return `run(*given)`, which runs a layer; `key` tells which script may hold for it."""
+    def layer(
+        self, number: int, layer: Layer, tensors: Mapping[str, Tensor], values: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Run the chain's layer of a number, as `Layer.run` does."""
         if self.parcel is None:
             with self._hooks(functools.partial(self._pack, rematerializer=None)):
-                return run(*given)
-        self.parcel.begin_layer()
-        script = None if key is None else self._scripts.get(key)
-        if script is None:
-            return self._watched(key, run, *given)
-        performance = Performance(script, self.parcel)
-        with self._hooks(performance.pack):
-            result = run(*given)
-        performance.end()
-        return result
+                written = layer.run(tensors, values)
+        else:
+            self.parcel.begin_layer()
+            key = None if self._compiled else key_of(number, layer, values)
+            script = None if key is None else self._scripts.get(key)
+            if script is None:
+                written = self._watched(key, layer.run, tensors, values)
+            else:
+                performance = Performance(script, self.parcel)
+                with self._hooks(performance.pack):
+                    written = layer.run(tensors, values)
+                performance.end()
+        if self.lesson is not None:
+            self.lesson.note(layer, values, written)
+        return written
 
     def _watched(self, key: Key | None, run: Callable[..., T], *given: Any) -> T:
         """Run a layer for the first time, or one that may do otherwise each time."""
@@ -218,21 +234,33 @@ class WaitingGraph:
 class Graphs:
     """The waiting graphs of a step."""
 
-    def __init__(self, offload: Offload, *, remakes: bool) -> None:
-        """`remakes`: whether what is cheap is made again, not sent."""
-        self.offload, self._remakes = offload, remakes
+    def __init__(self, offload: Offload, *, remakes: bool, compiled: bool) -> None:
+        """Hold none yet.
+
+        Args:
+            offload: Where what is saved may go.
+            remakes: Whether what is cheap is made again, not sent.
+            compiled: Whether layers are compiled.
+        """
+        self.offload, self._remakes, self._compiled = offload, remakes, compiled
         self._scripts: dict[Key, Script] = {}
-        self._waiting: dict[tuple[tuple[int, int], int], WaitingGraph | SegmentRun] = {}
+        self._waiting: dict[tuple[Layers, int], WaitingGraph | SegmentRun] = {}
 
-    def new(self, where: Where, activation: Activation, *, alone: bool) -> WaitingGraph:
-        """Return a graph of a segment whose saved tensors wait in this way; `alone` if it is of
-        one layer."""
-        parcel = self.offload.parcel(alone=alone) if activation == "offload" else None
-        return WaitingGraph(where, parcel, self._scripts, remakes=self._remakes)
+    def parcel(self, layers: Layers, activation: Activation) -> Parcel | None:
+        """Return what takes the saved tensors of a graph of a segment; `None` keeps them."""
+        start, stop = layers
+        return self.offload.parcel(alone=stop - start == 1) if activation == "offload" else None
 
-    def run_of(self, activation: Activation, *, alone: bool) -> SegmentRun:
-        """Return a run by recipes in place of a graph."""
-        return SegmentRun(self.offload.parcel(alone=alone) if activation == "offload" else None)
+    def new(self, where: Where, parcel: Parcel | None, lesson: Lesson | None) -> WaitingGraph:
+        """Return a graph of nothing yet; the rest is as of `WaitingGraph`."""
+        return WaitingGraph(
+            where,
+            parcel,
+            self._scripts,
+            remakes=self._remakes,
+            compiled=self._compiled,
+            lesson=lesson,
+        )
 
     def put(
         self, layers: tuple[int, int], micro_batch: int, graph: WaitingGraph | SegmentRun

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -272,21 +272,38 @@ class RecipeRun:
 class SegmentRun:
     """One micro-batch's run of a segment by recipes."""
 
-    def __init__(self, parcel: Parcel | None) -> None:
-        """Begin; `parcel` takes what is sent, `None` keeps it."""
-        self.parcel = parcel
+    def __init__(
+        self,
+        known: Sequence[Known],
+        leaves: Sequence[Sequence[Tensor]],
+        parcel: Parcel | None,
+        collector: Collector,
+    ) -> None:
+        """Begin; the arguments are those of `RecipeRun`, by layer."""
+        self.parcel, self._collector = parcel, collector
+        self._next = zip(known, leaves, strict=True)
         self._runs: list[RecipeRun] = []
 
+    def run(
+        self,
+        taken: Mapping[str, Any],
+        _with_gradient: Callable[[str], bool],
+        layers: Callable[[Mapping[str, Any]], dict[str, Any]],
+        _writes: Iterable[str],
+    ) -> dict[str, Any]:
+        """Run the segment forward, as `WaitingGraph.run` does."""
+        with torch.no_grad():
+            return layers(taken)
+
     def layer(
-        self, known: Known, leaves: Sequence[Tensor], collector: Collector, values: Sequence[Any]
+        self, _number: int, _layer: Layer, _tensors: Mapping[str, Tensor], values: Sequence[Any]
     ) -> Sequence[Any]:
-        """Return what the next layer writes; the rest is as of `RecipeRun`."""
+        """Run the next layer, as `WaitingGraph.layer` does."""
         if self.parcel is not None:
             self.parcel.begin_layer()
-        run = RecipeRun(known, leaves, self.parcel, collector)
+        run = RecipeRun(*next(self._next), self.parcel, self._collector)
         self._runs.append(run)
-        with torch.no_grad():
-            return run.forward(values)
+        return run.forward(values)
 
     def backward(
         self,
