@@ -85,11 +85,13 @@ class Recipes:
         able = self._able.get(layers)
         if able is None:
             able = self._able[layers] = self._is_able(layers)
-        if not able or torch.is_autocast_enabled():
+        if not able or self._module(layers[0]).mode.is_other:
             return None
-        other = self._module(layers[0]).mode.is_other
+        if torch._C._is_any_autocast_enabled():
+            return None
+        deterministic = torch.are_deterministic_algorithms_enabled()
         lie = [(v.shape, v.stride()) if isinstance(v, Tensor) else None for v in values.values()]
-        return layers, other, *lie
+        return layers, deterministic, *lie
 
     def find(self, key: Any) -> list[Known] | None:
         """Return the recipes of a segment's layers, if they are known."""
@@ -146,9 +148,8 @@ class Recipes:
     ) -> Recipe | None:
         module, layer = self._module(number), self._chain.layers[number]
         root = [self._costs.values[name].requires_grad for name in layer.writes].index(True)
-        other = module.other if module.mode.is_other else None
-        template = module.template if other is None else other.template
-        kind = (template, remakes, seed, len(reads), *reads, *stays)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        kind = (module.template, deterministic, remakes, seed, len(reads), *reads, *stays)
         if kind not in self._kinds:
             names = module.names
 

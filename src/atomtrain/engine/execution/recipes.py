@@ -12,6 +12,7 @@ the bits are too.
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from atomtrain.analysis.costs.rematerialization import CHEAP, DEEPEST
+from atomtrain.analysis.export.conditions import ways_to_trace
 from atomtrain.analysis.layers.direct_calls import function_of
 
 aten = torch.ops.aten
@@ -34,6 +36,8 @@ _WITHOUT_GRAPH: dict[Any, Callable[..., Any]] = {
     aten.mul.Scalar: torch.mul,
     aten.div.Scalar: torch.div,
 }
+_TRACING = threading.Lock()
+"""Held while a layer is traced, which switches flags of the whole process."""
 Given = Callable[[Sequence[Any]], Sequence[Any]]
 
 
@@ -101,7 +105,9 @@ def recipe_of(
         root: Which one that is.
         remakes: Whether what is cheap is made again, not sent.
     """
-    with _disable_current_modes():
+    if ways_to_trace(gradient.device)[0].device != gradient.device:
+        return None
+    with _TRACING, _disable_current_modes():
         traced = _Traced(run, stays, reads, gradient, root)
         return _Division(traced, remakes=remakes).recipe() if traced.divisible else None
 
