@@ -1,6 +1,11 @@
 """Which GPUs can be used, what they can do, and if one cannot be used, why, and what to do.
 
 A torch that is built for ROCm calls AMD's GPUs `cuda` too; what differs is told apart here.
+
+Their budget is counted against PyTorch's allocator: plans count tensors, the allocator reserves
+whole segments from the driver. Between the two are its rounding, gaps between blocks, and what
+kernels take that no operation returns. So part of a budget is kept out of plans. Segments that grow
+(expandable ones) leave few gaps.
 """
 
 from __future__ import annotations

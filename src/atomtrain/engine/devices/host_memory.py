@@ -7,6 +7,9 @@ The C library's heap is told what to do where it can be (glibc).
 Where memory has several nodes (sockets, or chips of one), all that an engine holds lies on all of
 them in turn, page by page: whichever core updates a range, and whichever link copies it, each node
 gives its share. A thread that makes memory would otherwise get it from its own node.
+
+How much this process may take is not physical memory: other programs have some of it, and control
+groups may leave it less.
 """
 
 from __future__ import annotations

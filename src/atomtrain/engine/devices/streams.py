@@ -1,4 +1,9 @@
-"""Streams: threads that run jobs in order, and events that say when a job is done."""
+"""Streams: threads that run jobs in order, and events that say when a job is done.
+
+A `Record` has measured spans: what every stream really did in a step, as plans predict it. A job
+carries the record of the step that submitted it, so a step's spans are complete even though its
+updates run on into the next step. Where nothing is recorded the cost is one comparison a job.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,12 @@ Hand-overs, each with the event that releases it:
 | device tensor, saved | compute | save stream | the save's event, held before it is freed |
 | host buffer | save stream | fetch stream | the save's event, awaited by the fetch |
 | device tensor, fetched | fetch stream | compute | the fetch's event, held before first use |
+
+What visits take comes to the device one micro-batch ahead. Values stay there across a forward cut;
+they are saved where backward begins a segment, since it starts again from there. While the last
+micro-batch of a visit computes, the first one of the next visit comes, so no visit begins by
+waiting for the link; but only if it takes no more than what came ahead within the visit. So much is
+counted in the memory of each visit, and its last micro-batch has no use for it.
 """
 
 from __future__ import annotations

@@ -8,6 +8,11 @@ its graph is wanted or not: code for forward alone is fused in another way.
 
 A layer without products (an embedding) gains nothing and stays as it is. So does one with a
 `torch.autograd.Function`: traced, its backward may be called with other gradients than by autograd.
+
+The emulated device sees operations only, and compiled code allocates by itself. So what a kind of
+layer takes inside is measured once (`calibration/compiled_costs.py`), and claimed each time the
+layer runs. What outlives the code is counted as it is: results, what it saves for backward,
+gradients.
 """
 
 from __future__ import annotations

@@ -11,6 +11,10 @@ Hand-overs of a piece, each with the event that releases it:
 |---|---|---|---|
 | piece | read stream | load stream | the copy's event, awaited by the piece's next read |
 | parameters on disk | write stream | read stream | the blocks' `updated` events |
+
+Here is too what else tells where things lie on disk: the space that a plan takes, and the place of
+each tensor of the optimizer's state, of whole pages. Staged in memory, those of a block lie one
+behind the other, in the file's order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Where gradients add up, and in which type: that of their parameters, or float32."""
+"""Where gradients add up, and in which type: that of their parameters, or float32.
+
+A `GradientTracker` knows which gradients of a step have come to the host, block by block.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,10 @@ They come once a step, with the first segment that uses them, or *early*: a piec
 forward up to that one. Their gradients add up in place and leave once, with the last segment that
 adds to them (the one with the first user). What is updated on the device
 (`engine/updates/device_updates.py`) neither comes nor leaves.
+
+Buffers (masks, tables, running statistics) live on the device too. A layer that writes to its
+buffers does so once for each micro-batch, in the order of ordinary training. When it is recomputed
+it sees the values of that time, and what it writes is discarded.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ updated then.
 |---|---|---|---|
 | a share's host gradients | the device's unload stream | update stream, which adds | the block's \
 `updated` event: no device has the block again before |
+
+`Delivery` is what takes an executor's gradients: the updates, or one device's share of them.
 """
 
 from __future__ import annotations
