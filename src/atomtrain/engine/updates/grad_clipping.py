@@ -3,10 +3,10 @@
 Norms are taken block by block as gradients arrive, on the update stream; the decision is made once
 all are known, and every update of the step follows it.
 
-`torch.linalg.vector_norm` defines the norms: one thread adds squares in float32 and in one order, so
-no number of threads changes a bit. The compiled kernel keeps that order, takes a parameter on each
-thread, and reads 16 bits without a float32 copy. Before it is used for a type, it is tried beside
-PyTorch, as updates are.
+`torch.linalg.vector_norm` defines the norms: one thread adds squares in float32 and in one order,
+so no number of threads changes a bit. The compiled kernel keeps that order, takes a parameter on
+each thread, and reads 16 bits without a float32 copy. Before it is used for a type, it is tried
+beside PyTorch, as updates are.
 """
 
 from __future__ import annotations
