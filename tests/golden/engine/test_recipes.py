@@ -185,6 +185,19 @@ def test_they_stand_beside_each_other(runs: list[RecipeRun]) -> None:
     assert runs
 
 
+def test_under_autocast_autograd_decides(runs: list[RecipeRun]) -> None:
+    step = pairs((6, 6), WIDTH)
+    with swap(
+        Net(*[Half] * 4), step[0], loss=regression, micro_batches=2, **OPTIONS
+    ) as engine:
+        engine.step(step)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            engine.step(step)
+        assert not runs
+        engine.step(step)
+        assert runs
+
+
 def test_bits_of_gradients_in_float32(runs: list[RecipeRun]) -> None:
     losses = []
     steps = [pairs((6, 6), WIDTH) for _ in range(3)]
