@@ -239,7 +239,7 @@ class _Bench:
     def _plain_s(self) -> float:
         started_s = time.thread_time()
         with torch.enable_grad():
-            written = self._run(self._values)
+            written = self._run(self._values, self._layer.run)
             roots = [v for v in written.values() if isinstance(v, Tensor) and v.requires_grad]
             if roots:
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
@@ -262,9 +262,7 @@ class _Bench:
         )
 
         def run(values: Mapping[str, Any]) -> dict[str, Any]:
-            taken = [values[name] for name in self._layer.reads]
-            written = graph.layer(0, self._layer, self._tensors, taken)
-            return dict(zip(self._layer.writes, written, strict=True))
+            return self._run(values, functools.partial(graph.layer, 0, self._layer))
 
         taken = {n: v.detach() if isinstance(v, Tensor) else v for n, v in self._values.items()}
         needs = {n for n, v in self._values.items() if isinstance(v, Tensor) and v.requires_grad}
@@ -280,6 +278,6 @@ class _Bench:
         )
         return _Spent(forward_s, timer.take_s(), time.thread_time() - started_s)
 
-    def _run(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _run(self, values: Mapping[str, Any], run: Callable[..., Sequence[Any]]) -> dict[str, Any]:
         taken = [values[name] for name in self._layer.reads]
-        return dict(zip(self._layer.writes, self._layer.run(self._tensors, taken), strict=True))
+        return dict(zip(self._layer.writes, run(self._tensors, taken), strict=True))
