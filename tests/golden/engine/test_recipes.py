@@ -79,6 +79,21 @@ class LayerNorms(nn.Module):
         return out
 
 
+class Masked(nn.Module):
+    """Makes a mask of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        rows, _ = value.shape
+        mask = torch.full((rows, rows), float("-inf"), device=value.device).triu(1)
+        weights = torch.softmax(value @ value.T + mask, -1)
+        out: Tensor = weights @ self.linear(value)
+        return out
+
+
 class Half(nn.Module):
     """Frozen but for an adapter."""
 
@@ -145,7 +160,7 @@ def trained(*blocks: type[nn.Module], rows: tuple[int, ...] = (6, 6, 6), **optio
 
 @pytest.mark.parametrize("bounds", [(0, 1, 2, 3, 4, 5), (0, 3, 5)])
 @pytest.mark.parametrize("activations", ["offload", "keep"])
-@pytest.mark.parametrize("block", [Attention, LayerNorms, Half])
+@pytest.mark.parametrize("block", [Attention, LayerNorms, Masked, Half])
 def test_bits(
     monkeypatch: pytest.MonkeyPatch,
     runs: list[RecipeRun],
@@ -185,11 +200,22 @@ def test_they_stand_beside_each_other(runs: list[RecipeRun]) -> None:
     assert runs
 
 
+def test_what_cannot_be_traced_stays_with_autograd(
+    runs: list[RecipeRun], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refusing(*_arguments: Any) -> Any:
+        raise RuntimeError("no kernel for tensors without data")
+
+    monkeypatch.setattr("atomtrain.engine.execution.recipes.make_fx", refusing)
+    trained(Half, Half, Half, Half)
+    assert not runs
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("run by autograd" in line and "no kernel" in line for line in said)
+
+
 def test_under_autocast_autograd_decides(runs: list[RecipeRun]) -> None:
     step = pairs((6, 6), WIDTH)
-    with swap(
-        Net(*[Half] * 4), step[0], loss=regression, micro_batches=2, **OPTIONS
-    ) as engine:
+    with swap(Net(*[Half] * 4), step[0], loss=regression, micro_batches=2, **OPTIONS) as engine:
         engine.step(step)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             engine.step(step)

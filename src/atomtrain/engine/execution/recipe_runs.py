@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,9 +16,11 @@ from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.engine.execution.offload import Offload, Parcel, SentStorage
 from atomtrain.engine.execution.recipes import Like, Recipe, like, recipe_of
 from atomtrain.engine.state.gradients import Collector
+from atomtrain.errors import reason_of
 from atomtrain.planning.plan.shape import Layers
 
 Strides = tuple[int, ...]
+_LOG = logging.getLogger(__name__)
 
 
 class Known(NamedTuple):
@@ -156,9 +159,17 @@ class Recipes:
             def run(given: Sequence[Any]) -> Sequence[Any]:
                 return module.run(dict(zip(names, given, strict=False)), given[len(names) :])
 
-            self._kinds[kind] = recipe_of(
-                run, stays, reads, seed, root, remakes=remakes and self._remakes
-            )
+            try:
+                self._kinds[kind] = recipe_of(
+                    run, stays, reads, seed, root, remakes=remakes and self._remakes
+                )
+            except Exception as error:  # noqa: BLE001  any operation may refuse to be traced
+                _LOG.warning(
+                    "layer %r and those like it run by autograd, which takes longer: %s",
+                    layer.name,
+                    reason_of(error),
+                )
+                self._kinds[kind] = None
         return self._kinds[kind]
 
     def _module(self, number: int) -> GraphLayer:

@@ -118,7 +118,8 @@ class _Traced:
     def __init__(
         self, run: Given, stays: Sequence[Like], reads: Sequence[Like], gradient: Like, root: int
     ) -> None:
-        with FakeTensorMode():
+        without_data = FakeTensorMode()
+        with without_data:
             given = [_empty(one) for one in (*stays, *reads)]
             seed = _empty(gradient)
         names = set[str]()
@@ -137,7 +138,8 @@ class _Traced:
                 torch.autograd.grad([results[root]], wanted, [seed], allow_unused=True)
             )
 
-        graph: fx.Graph = make_fx(both)(given, seed).graph
+        with without_data:  # for what operations make of nothing, too
+            graph: fx.Graph = make_fx(both)(given, seed).graph
         nodes = list(graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
         self.stays, self.reads = inputs[: len(stays)], inputs[len(stays) : -1]
