@@ -93,14 +93,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def machine_facts() -> Facts:
-    import torch
-
     from atomtrain.engine.calibration.machines import host_memory_bytes
+    from atomtrain.engine.devices.gpus import card_of, gpus
 
-    if not torch.cuda.is_available():
+    card = card_of(0) if gpus() else None
+    if card is None:
         return Facts(host_memory_bytes(), None, 0)
-    card = torch.cuda.get_device_properties(0)
-    return Facts(host_memory_bytes(), card.name, card.total_memory)
+    return Facts(host_memory_bytes(), card.name, card.total_bytes)
 
 
 def filled(text: str, facts: Facts, ask: Ask) -> str:

@@ -32,7 +32,7 @@ from atomtrain.engine.execution.determinism import deterministic, told_plainly
 from atomtrain.engine.execution.multi_device import join
 from atomtrain.engine.options import Options
 from atomtrain.engine.planner import Planner, check_shared, machine_of_all, times_of_all
-from atomtrain.engine.state.disk_placement import Placement, placed
+from atomtrain.engine.state.disk_parameters import Placement, placed
 from atomtrain.engine.state.gradients import with_gradients_in
 from atomtrain.engine.state.precision import LossScale, Narrowed
 from atomtrain.engine.state.store import HostStore, require_data

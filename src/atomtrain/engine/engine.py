@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from atomtrain.analysis.layers.trace import MicroBatch, Traced
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.devices import open_device
-from atomtrain.engine.devices.tracing import Record
+from atomtrain.engine.devices.streams import Record
 from atomtrain.engine.engine_base import EngineCore, SegmentDone, StepReport
 from atomtrain.engine.engine_state import EngineState
 from atomtrain.engine.generation.generating import (
@@ -29,7 +29,7 @@ from atomtrain.engine.generation.generating import (
     wish_of,
 )
 from atomtrain.engine.planner import Planner
-from atomtrain.engine.state.disk_placement import DiskTraffic
+from atomtrain.engine.state.disk_parameters import DiskTraffic
 from atomtrain.engine.state.precision import LossScale, Masters
 from atomtrain.engine.updates.updates import Combining
 from atomtrain.errors import ConfigError

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from atomtrain.engine.devices.tracing import Record
+from atomtrain.engine.devices.streams import Record
 from atomtrain.engine.execution.determinism import told_plainly
 from atomtrain.engine.execution.executor import Executor
 from atomtrain.engine.execution.multi_device import (

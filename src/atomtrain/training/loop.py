@@ -14,7 +14,7 @@ from types import FrameType
 import torch
 
 from atomtrain.data.sampler import joined
-from atomtrain.engine.calibration.step_times import StepTimes
+from atomtrain.engine.calibration.profile_cache import StepTimes
 from atomtrain.engine.engine_base import StepReport
 from atomtrain.errors import DiskError, StreamError
 from atomtrain.events import EVENTS_FILE, PICTURE_FILE, EventLog

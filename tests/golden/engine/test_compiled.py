@@ -161,9 +161,9 @@ def test_what_is_planned_to_leave_is_what_compiled_code_saves(
     sent: list[int] = []
     send = Offload.send
 
-    def counting(self: Offload, storage: torch.UntypedStorage) -> Any:
-        sent.append(storage.nbytes())
-        return send(self, storage)
+    def counting(self: Offload, tensor: Tensor) -> Any:
+        sent.append(tensor.untyped_storage().nbytes())
+        return send(self, tensor)
 
     monkeypatch.setattr(Offload, "send", counting)
     use_waiting(monkeypatch, ("recompute", "offload", "recompute"))

@@ -12,8 +12,13 @@ from torch import Tensor
 from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.devices.streams import Event, Stream
-from atomtrain.engine.execution.activation_prefetch import NOTHING, ActivationPrefetch, Wanted
-from atomtrain.engine.execution.boundary_activations import BoundaryActivations, Outbox
+from atomtrain.engine.execution.boundary_activations import (
+    NOTHING,
+    ActivationPrefetch,
+    BoundaryActivations,
+    Outbox,
+    Wanted,
+)
 from atomtrain.engine.execution.executor import Executor
 from atomtrain.planning.cost.timeline import label_of
 from atomtrain.planning.plan.shape import Phase

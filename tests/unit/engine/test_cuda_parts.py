@@ -10,7 +10,7 @@ import torch
 
 from atomtrain.engine.devices import cuda, pinning
 from atomtrain.engine.devices.cuda import CudaDevice
-from atomtrain.engine.devices.cuda_memory import (
+from atomtrain.engine.devices.gpus import (
     Caps,
     library_bytes,
     split_of,

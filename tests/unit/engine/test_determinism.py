@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import atomtrain
 from atomtrain.analysis.head.pieces import linear_cross_entropy
 from atomtrain.cli.train import arguments_of, options_of
-from atomtrain.engine.devices import cuda_memory
+from atomtrain.engine.devices import gpus
 from atomtrain.engine.execution.determinism import WORKSPACE, deterministic, told_plainly
 from atomtrain.errors import AtomError, ConfigError
 
@@ -122,7 +122,7 @@ def test_a_workspace_in_which_cublas_adds_in_any_order_is_refused(
         deterministic(),
     ):
         pytest.fail("it was taken")
-    for fixed in (cuda_memory._CUBLAS_WORKSPACE, ":16:8"):
+    for fixed in (gpus._CUBLAS_WORKSPACE, ":16:8"):
         monkeypatch.setenv(WORKSPACE, fixed)
         with deterministic():
             assert state() == ON

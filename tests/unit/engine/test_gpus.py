@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from atomtrain.engine.calibration.machines import catalogue_gpu
 from atomtrain.engine.devices import gpus
@@ -210,3 +211,13 @@ def test_which_of_amds_gpus_multiply_bfloat16(
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
     assert gpus.multiplies_bfloat16(0) is native
     assert not gpus.multiplies_tf32(0)
+
+
+def test_what_a_gpu_is(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="H100", total_memory=80 * GIB, L2_cache_size=50 << 20)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
+    assert gpus.card_of(0) == ("H100", 80 * GIB, 50 << 20)
+    assert gpus.card_of(torch.device("cuda", 1)) == gpus.card_of(0)
+    assert gpus.card_of(torch.device("cpu")) is None
+    driver.free_bytes, driver.total_bytes = GIB // 4, GIB
+    assert gpus.memory_of(0) == (driver.name, GIB // 4, GIB)

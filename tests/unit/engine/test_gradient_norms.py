@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atomtrain.engine.updates import gradient_norms
+from atomtrain.engine.updates import grad_clipping
 from atomtrain.native import library
 from atomtrain.optimizers.compiled import same_bits
 
@@ -22,7 +22,7 @@ TAKEN = [
 @pytest.fixture(autouse=True)
 def _tried_anew() -> None:
     assert library.core() is not None, "run `python -m atomtrain.native.build`"
-    gradient_norms.equal.cache_clear()
+    grad_clipping.equal.cache_clear()
 
 
 def drawn(dtype: torch.dtype) -> list[Tensor]:
@@ -44,10 +44,10 @@ def test_they_are_pytorchs(
     monkeypatch.setattr(library, "threads", lambda: threads)
     monkeypatch.setattr(library, "LEAST_ELEMENTS", 1)
     gradients = drawn(dtype)
-    assert gradient_norms.equal(dtype, wide), "the compiled kernel is used"
-    found = gradient_norms.norms(gradients, wide=wide)
+    assert grad_clipping.equal(dtype, wide), "the compiled kernel is used"
+    found = grad_clipping.norms(gradients, wide=wide)
     for gradient, norm in zip(gradients, found, strict=True):
-        assert same_bits(norm, gradient_norms.torch_norm(gradient, wide)), gradient.shape
+        assert same_bits(norm, grad_clipping.torch_norm(gradient, wide)), gradient.shape
 
 
 def test_one_large_element_shows_the_order_of_sums() -> None:
@@ -55,31 +55,31 @@ def test_one_large_element_shows_the_order_of_sums() -> None:
     for at in (0, 5, 8, 13, 1000, (1 << 21) + 12):
         gradient = torch.ones((1 << 21) + 13, dtype=torch.bfloat16)
         gradient[at] = 4096
-        (norm,) = gradient_norms.norms([gradient], wide=False)
+        (norm,) = grad_clipping.norms([gradient], wide=False)
         assert same_bits(norm, torch.linalg.vector_norm(gradient))
 
 
 def test_what_is_not_contiguous_or_not_known_is_pytorchs() -> None:
     odd = [torch.randn(6, 9).T, torch.randn(70).half(), torch.randn(70).double()]
-    for norm, gradient in zip(gradient_norms.norms(odd, wide=False), odd, strict=True):
+    for norm, gradient in zip(grad_clipping.norms(odd, wide=False), odd, strict=True):
         assert same_bits(norm, torch.linalg.vector_norm(gradient))
-    assert gradient_norms.norms([], wide=False) == []
+    assert grad_clipping.norms([], wide=False) == []
 
 
 def test_other_bits_are_noticed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(
-        gradient_norms, "torch_norm", lambda g, wide: torch.linalg.vector_norm(g.double()).float()
+        grad_clipping, "torch_norm", lambda g, wide: torch.linalg.vector_norm(g.double()).float()
     )
     with caplog.at_level(logging.WARNING):
-        assert not gradient_norms.equal(torch.float32, False)
+        assert not grad_clipping.equal(torch.float32, False)
     assert "other bits than this PyTorch" in caplog.text
 
 
 def test_without_a_core_pytorch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "core", lambda: None)
     gradient = torch.randn(1000)
-    (norm,) = gradient_norms.norms([gradient], wide=False)
+    (norm,) = grad_clipping.norms([gradient], wide=False)
     assert same_bits(norm, torch.linalg.vector_norm(gradient))
-    assert not gradient_norms.equal(torch.float32, False)
+    assert not grad_clipping.equal(torch.float32, False)

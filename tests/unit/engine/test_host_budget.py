@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atomtrain.engine.devices.host_budget import HostMemory, host_memory
+from atomtrain.engine.devices.host_memory import HostMemory, host_memory
 
 GIB = 1 << 30
 

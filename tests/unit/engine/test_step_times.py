@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 
-from atomtrain.engine.calibration import step_times
-from atomtrain.engine.calibration.profile_cache import ProfileCache, machine_key
-from atomtrain.engine.calibration.step_times import StepTimes, doubt_profile, is_off
+from atomtrain.engine.calibration import profile_cache
+from atomtrain.engine.calibration.profile_cache import (
+    ProfileCache,
+    StepTimes,
+    doubt_profile,
+    is_off,
+    machine_key,
+)
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.views.runs import plan_event
 from atomtrain.views.runs.event_text import event_line
@@ -103,7 +108,7 @@ def test_one_line_tells_at_the_end(
     times = StepTimes()
     plan_event.tell_prediction(engine, times, events)
     assert told == [], "too few steps"
-    for _ in range(step_times._SLOW_STEPS + step_times._LEAST_STEPS):
+    for _ in range(profile_cache._SLOW_STEPS + profile_cache._LEAST_STEPS):
         times.note(step_s)
     plan_event.tell_prediction(engine, times, events)
     assert [event_line(event) for event in told] == [expected]

@@ -9,8 +9,7 @@ from typing import get_args
 
 import pytest
 
-from atomtrain.engine.devices.streams import Stream
-from atomtrain.engine.devices.tracing import Record
+from atomtrain.engine.devices.streams import Record, Stream
 from atomtrain.errors import ConfigError
 from atomtrain.planning.cost.timeline import Span, StreamName, VisitTime, step_spans
 from atomtrain.planning.plan.shape import Phase, Shape, training_visits

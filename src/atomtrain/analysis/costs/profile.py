@@ -111,9 +111,9 @@ def layer_times(
         rate = flops_per_s(device, synchronize, compute_dtype(chain))
     estimates = estimated_times(costs, rate)
     timed = functools.partial(_timed, synchronize=synchronize, clock=clock)
-    gpus = [device] if device.type == "cuda" else []
+    other = [] if device.type == "cpu" else [device]
     ends_s = time.perf_counter() + PROFILE_S
-    with torch.random.fork_rng(gpus):
+    with torch.random.fork_rng(other, device_type=device.type):
         for _ in range(_ROUNDS):
             for layer, cost in _distinct(chain, costs, kinds):
                 if sum(estimates[cost.kind][:2]) > LONGEST_S:

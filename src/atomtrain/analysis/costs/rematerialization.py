@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atomtrain.analysis.costs.storages import LiveStorages
+from atomtrain.analysis.costs.storages import LiveStorages, View, seen_as, view_of
 
 aten = torch.ops.aten
 CHEAP = frozenset(
@@ -60,7 +60,7 @@ CHEAP = frozenset(
 )
 """Operations that draw nothing, read and write each element a few times, and whose results depend
 on their arguments alone."""
-_DEEPEST = 32
+DEEPEST = 32
 """So many cheap operations may come one after the other between what is saved and what is made
 again: they pass over memory some 100 times, which takes about as long as the link both ways."""
 
@@ -80,7 +80,14 @@ class RematerializedOperation:
     """An operation that backward does again, and its results while they are in use."""
 
     def __init__(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], nested: bool, depth: int
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        nested: bool,
+        several: bool,
+        depth: int,
     ) -> None:
         """Take note of an operation.
 
@@ -89,17 +96,19 @@ class RematerializedOperation:
             args: Its arguments, a `Standing` for each tensor.
             kwargs: The same by name.
             nested: Whether some are in lists, or given by name.
+            several: Whether it has several results.
             depth: How many operations come one after the other, this one included.
         """
-        self._func, self._args, self._kwargs, self._nested = func, args, kwargs, nested
-        self.depth = depth
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.nested, self.several, self.depth = nested, several, depth
         self._results: dict[int, Tensor] = {}
         self.needed: set[int] = set()
         """Positions of the results that are still to be used."""
-        self._steps: list[Step] = []
+        self.steps: list[Step] = []
+        """The arguments that were not saved themselves."""
         self._saved: list[Any] = []
         if nested:
-            _replaced((args, kwargs), self._take)
+            replaced((args, kwargs), self._take)
         else:
             for one in args:
                 if type(one) is Standing:
@@ -109,17 +118,17 @@ class RematerializedOperation:
     def on(self, by: Callable[[Any], Any]) -> RematerializedOperation:
         """Return the same operation with `by(packed)` in place of what stands for each tensor."""
         args: Sequence[Any] = [
-            Standing(by(one.packed)) if type(one) is Standing else one for one in self._args
+            Standing(by(one.packed)) if type(one) is Standing else one for one in self.args
         ]
-        kwargs: Mapping[str, Any] = self._kwargs
-        if self._nested:
-            args, kwargs = _replaced(
-                (self._args, self._kwargs), lambda packed: Standing(by(packed))
-            )
-        return RematerializedOperation(self._func, args, kwargs, self._nested, self.depth)
+        kwargs: Mapping[str, Any] = self.kwargs
+        if self.nested:
+            args, kwargs = replaced((self.args, self.kwargs), lambda packed: Standing(by(packed)))
+        return RematerializedOperation(
+            self.func, args, kwargs, nested=self.nested, several=self.several, depth=self.depth
+        )
 
     def _take(self, packed: Any) -> None:
-        (self._steps if isinstance(packed, Step) else self._saved).append(packed)
+        (self.steps if isinstance(packed, Step) else self._saved).append(packed)
 
     def arguments(self) -> Sequence[Any]:
         """Return what stands for the saved tensors from which everything begins."""
@@ -142,13 +151,13 @@ class RematerializedOperation:
         self._add_to(order, made)
         uses: dict[_Result, int] = {(self, index): 1}
         for operation in order:
-            for step in operation._steps:
+            for step in operation.steps:
                 uses[step.result] = uses.get(step.result, 0) + 1
 
         def argument(packed: Any) -> Tensor:
             if not isinstance(packed, Step):
                 return unpack(packed)
-            view = made[packed.result].as_strided(packed.size, packed.stride, packed.offset)
+            view = seen_as(made[packed.result], packed.view)
             uses[packed.result] -= 1
             if not uses[packed.result]:
                 del made[packed.result]
@@ -169,7 +178,7 @@ class RematerializedOperation:
 
         With `there` results that are there already are added to it, and what leads to them is not.
         """
-        for step in self._steps:
+        for step in self.steps:
             whole = step.operation._results.get(step.position)
             if there is not None and whole is not None:
                 there[step.result] = whole
@@ -180,14 +189,15 @@ class RematerializedOperation:
     def _run(
         self, argument: Callable[[Any], Tensor], uses: Mapping[_Result, int]
     ) -> dict[_Result, Tensor]:
-        args: Sequence[Any] = self._args
-        kwargs: Mapping[str, Any] = self._kwargs
-        if self._nested:
-            args, kwargs = _replaced((args, kwargs), argument)
+        """Do the operation; return the results that have uses. Those that are needed are kept."""
+        args: Sequence[Any] = self.args
+        kwargs: Mapping[str, Any] = self.kwargs
+        if self.nested:
+            args, kwargs = replaced((args, kwargs), argument)
         else:
             args = [argument(one.packed) if type(one) is Standing else one for one in args]
-        made = self._func(*args, **kwargs)
-        made = made if isinstance(made, tuple) else (made,)
+        made = self.func(*args, **kwargs)
+        made = made if self.several else (made,)
         self._results.update((index, made[index]) for index in self.needed)
         return {(self, i): one for i, one in enumerate(made) if uses.get((self, i))}
 
@@ -201,9 +211,7 @@ class Step(NamedTuple):
 
     operation: RematerializedOperation
     position: int
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
+    view: View
 
     @property
     def result(self) -> _Result:
@@ -277,7 +285,7 @@ class Rematerializer(TorchDispatchMode):
             self._note(func, args, kwargs, result)
         elif known[0] == "writes":
             # Whatever it wrote to is no longer what an operation made.
-            _replaced((args, kwargs), self._notes.drop, Tensor)
+            replaced((args, kwargs), self._notes.drop, Tensor)
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -289,7 +297,7 @@ class Rematerializer(TorchDispatchMode):
             if note is not None:
                 depth = max(depth, note.operation.depth + 1)
             packed = self._stands_for(tensor, note)
-            if packed is None or depth > _DEEPEST:
+            if packed is None or depth > DEEPEST:
                 raise _NotThereError
             return Standing(packed)
 
@@ -300,16 +308,19 @@ class Rematerializer(TorchDispatchMode):
                     packed_args.append(standing(one))
                 elif isinstance(one, list | tuple):
                     nested = True
-                    packed_args.append(_replaced(one, standing, Tensor))
+                    packed_args.append(replaced(one, standing, Tensor))
                 else:
                     packed_args.append(one)
             if any(isinstance(one, Tensor | list | tuple) for one in kwargs.values()):
                 nested = True
-                kwargs = _replaced(kwargs, standing, Tensor)
+                kwargs = replaced(kwargs, standing, Tensor)
         except _NotThereError:
             return
-        operation = RematerializedOperation(func, tuple(packed_args), kwargs, nested, depth)
-        for index, made in enumerate(result if isinstance(result, tuple) else (result,)):
+        several = isinstance(result, tuple)
+        operation = RematerializedOperation(
+            func, tuple(packed_args), kwargs, nested=nested, several=several, depth=depth
+        )
+        for index, made in enumerate(result if several else (result,)):
             if isinstance(made, Tensor):
                 self._notes.put(made, _Note(operation, index, made.dtype))
 
@@ -319,8 +330,7 @@ class Rematerializer(TorchDispatchMode):
             return packed
         if note is None or note.dtype != tensor.dtype:
             return None
-        offset, stride = int(tensor.storage_offset()), tensor.stride()
-        return Step(note.operation, note.position, offset, tensor.shape, stride)
+        return Step(note.operation, note.position, view_of(tensor))
 
 
 _KINDS: dict[int, tuple[str, Any]] = {}
@@ -333,12 +343,13 @@ def _kind(func: Any) -> str:
     return "writes" if func._schema.is_mutable else "other"
 
 
-def _replaced(tree: Any, by: Callable[[Any], Any], kind: type = Standing) -> Any:
+def replaced(tree: Any, by: Callable[[Any], Any], kind: type | tuple[type, ...] = Standing) -> Any:
+    """Return nested tuples, lists and dicts with each leaf of a kind replaced."""
     if isinstance(tree, kind):
         return by(tree.packed if isinstance(tree, Standing) else tree)
     if isinstance(tree, dict):
-        return {key: _replaced(value, by, kind) for key, value in tree.items()}
+        return {key: replaced(value, by, kind) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [_replaced(value, by, kind) for value in tree]
+        return [replaced(value, by, kind) for value in tree]
     # A `Standing` is a tuple too, but never met here when tensors are looked for.
-    return tuple(_replaced(value, by, kind) for value in tree) if type(tree) is tuple else tree
+    return tuple(replaced(value, by, kind) for value in tree) if type(tree) is tuple else tree

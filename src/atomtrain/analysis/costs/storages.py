@@ -7,11 +7,12 @@ and measurement agree.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +27,43 @@ def is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+class View(NamedTuple):
+    """Where a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+def view_of(tensor: torch.Tensor) -> View:
+    """Return where a tensor lies in its storage."""
+    return View(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+
+def view_at(storage: torch.UntypedStorage, view: View) -> torch.Tensor:
+    """Return a tensor in a storage, without history; any thread may ask for it."""
+    dtype, offset, size, stride = view
+    with uncounted():
+        return _nothing(dtype, storage.device).new().set_(storage, offset, size, stride)
+
+
+def seen_as(tensor: torch.Tensor, view: View) -> torch.Tensor:
+    """Return a tensor in the storage of another one, or that one if it lies there."""
+    dtype, offset, size, stride = view
+    if tensor.dtype is not dtype:
+        return view_at(tensor.untyped_storage(), view)
+    if tensor.shape == size and tensor.stride() == stride and tensor.storage_offset() == offset:
+        return tensor
+    return tensor.as_strided(size, stride, offset)
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an empty tensor: another one is made of it in a third of the time."""
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 T = TypeVar("T")

@@ -18,6 +18,7 @@ from atomtrain.analysis.costs.costs import ChainCosts, LayerCost, layer_costs
 from atomtrain.analysis.head.head_graph import split_graph, with_lazy_logits
 from atomtrain.analysis.head.lazy_logits import LazyLinear
 from atomtrain.analysis.layers.chain import Chain
+from atomtrain.analysis.layers.direct_calls import function_of
 from atomtrain.analysis.layers.graph_layer import GraphLayer, Mode, OtherMode, Template
 from atomtrain.analysis.layers.trace import _Joined, _OnOutput
 from atomtrain.errors import AnalysisError, ConfigError
@@ -70,7 +71,7 @@ class RewrittenLayer(nn.Module):
 class _RewrittenTemplate(Template):
     def __init__(self, template: Template, rewrite: Rewrite) -> None:
         self.graph, self.device = rewrite(template.graph), template.device
-        self._module = fx.GraphModule(nn.Module(), self.graph)
+        self._function = function_of(self.graph)
 
 
 def split_head(chain: Chain, pieces: int) -> Chain:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.errors import AnalysisError
 
 
@@ -68,6 +69,8 @@ class Layer:
         As `torch.func.functional_call`, which looks for the places anew each time: for a block
         that takes as long as some of its operations. One thread at a time.
         """
+        if isinstance(self.module, GraphLayer):
+            return self.module.run(tensors, values)
         before = []
         try:
             for name, tensor in tensors.items():

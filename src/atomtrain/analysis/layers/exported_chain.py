@@ -18,16 +18,8 @@ from torch import Tensor, fx, nn
 from atomtrain.analysis.export.export import place_of
 from atomtrain.analysis.layers.chain import Layer
 from atomtrain.analysis.layers.cuts import Piece, find_pieces
-from atomtrain.analysis.layers.graph_layer import (
-    Graph,
-    GraphLayer,
-    Mode,
-    OtherMode,
-    Recipe,
-    Recipes,
-    Template,
-    read_graph,
-)
+from atomtrain.analysis.layers.graph_layer import GraphLayer, Mode, OtherMode, Recipe, Template
+from atomtrain.analysis.layers.graph_runs import Graph, Recipes, read_graph
 from atomtrain.analysis.layers.micro_batch import ImageTokens, Inputs, MicroBatch, image_tokens
 from atomtrain.errors import AnalysisError, ConfigError
 

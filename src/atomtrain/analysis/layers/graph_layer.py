@@ -1,6 +1,6 @@
 """Layers made of a run of operations: one template for all identical ones, own weights for each.
 
-What a run takes and makes, its *recipe*, is found in the exported graph.
+What a run takes and makes is its *recipe*; see `graph_runs.py`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from atomtrain.analysis.export.conditions import MANUAL
-from atomtrain.analysis.export.constants import Constants, simplify_attention
-from atomtrain.analysis.export.export import Exported, export, place_of
-from atomtrain.analysis.export.functions import live_nodes, written_by
-from atomtrain.analysis.layers.cuts import Piece
-from atomtrain.analysis.layers.micro_batch import Inputs
-from atomtrain.errors import AnalysisError, ConfigError
+from atomtrain.analysis.layers.direct_calls import function_of
+from atomtrain.errors import ConfigError
 
 Key = tuple[Any, ...]
 
@@ -56,10 +51,11 @@ class Template:
 
     def __init__(self, recipe: Recipe) -> None:
         self.graph, self.device = _graph_of(recipe)
-        self._module = fx.GraphModule(nn.Module(), self.graph)
+        self._function = function_of(self.graph)
 
     def run(self, device: torch.device, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        result: tuple[Any, ...] = self._module.forward(device, *tensors)
+        """Return what the operations write; constants are made on `device`."""
+        result: tuple[Any, ...] = self._function(device, *tensors)
         return result
 
 
@@ -135,6 +131,7 @@ class GraphLayer(nn.Module):
         self.template, self.mode = template, mode
         self.other: OtherMode | None = None
         self._arguments: list[str] = []
+        self._carried: list[str] = []
         for index, parameter in enumerate(parameters):
             self.register_parameter(f"p{index}", parameter)
             self._arguments.append(f"p{index}")
@@ -142,25 +139,37 @@ class GraphLayer(nn.Module):
             self.register_buffer(f"b{index}", buffer, persistent=False)
             self._arguments.append(f"b{index}")
 
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the parameters and buffers that the operations take, in their order."""
+        return self._arguments
+
     def carry(self, parameter: nn.Parameter) -> None:
         """Take along a parameter that no operation uses, so that it is stored like the others."""
-        carried = sum(name.startswith("u") for name in self._parameters)
-        self.register_parameter(f"u{carried}", parameter)
+        name = f"u{len(self._carried)}"
+        self.register_parameter(name, parameter)
+        self._carried.append(name)
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
-        tensors = [getattr(self, name) for name in self._arguments]
-        device = _device_of([*tensors, *values])
+        names = (*self._arguments, *self._carried)
+        return self.run({name: getattr(self, name) for name in names}, values)
+
+    def run(self, tensors: Mapping[str, Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what `forward` does with these as its parameters and buffers, by name."""
         if not self.mode.is_other:
-            return self.template.run(device, [*tensors, *values])
+            given: list[Any] = [tensors[name] for name in self._arguments]
+            given += values
+            return self.template.run(_device_of(given), given)
         if self.other is None:
             raise ConfigError(
                 "the model is in another mode than when it was swapped; call model.train() or "
                 "model.eval() first, as then, or swap it again"
             )
-        given: list[Any] = []
+        device = _device_of([*tensors.values(), *values])
+        given = []
         for argument in self.other.arguments:
             if isinstance(argument, str):
-                given.append(getattr(self, argument))
+                given.append(tensors[argument])
             else:
                 given.append(values[argument] if isinstance(argument, int) else argument.to(device))
         written = self.other.template.run(device, given)
@@ -172,150 +181,3 @@ class GraphLayer(nn.Module):
 
 def _device_of(values: Sequence[Any]) -> torch.device:
     return next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
-
-
-class Graph(NamedTuple):
-    exported: Exported
-    live: list[fx.Node]
-    constants: Constants
-    varying: list[fx.Node]
-    """Live operations that are not constant: what the chain is made of."""
-    outputs: tuple[fx.Node, ...]
-
-
-def read_graph(
-    model: nn.Module,
-    tensors: Sequence[Tensor],
-    inputs: Inputs,
-    *,
-    own_loss: bool,
-    grad: bool,
-    device: torch.device,
-) -> Graph:
-    """Export the model and find what of it matters and what is constant.
-
-    Raises:
-        AnalysisError: it cannot be exported, or forward does nothing with micro-batch or weights.
-    """
-    exported = export(model, tensors, inputs.call, own_loss=own_loss, grad=grad, device=device)
-    _unify(exported)
-    live = live_nodes(exported.graph, exported.buffers)
-    _check_writes(exported, live)
-    constants = Constants(exported, live, set(model.state_dict(keep_vars=True)))
-    simplify_attention(live, constants)
-    live = live_nodes(exported.graph, exported.buffers)
-    varying = [node for node in live if node not in constants.nodes]
-    if not varying:
-        raise AnalysisError(
-            f"forward of {type(model).__name__} does nothing with the micro-batch or the weights"
-        )
-    [output] = [node for node in exported.graph.nodes if node.op == "output"]
-    return Graph(exported, live, constants, varying, tuple(output.args[0]))
-
-
-def _unify(exported: Exported) -> None:
-    """Give a tensor that has several names one placeholder."""
-    first: dict[int, fx.Node] = {}
-    tensors: dict[fx.Node, Tensor] = {n: b for n, (_, b) in exported.buffers.items()}
-    tensors.update(exported.parameters)
-    for node, tensor in tensors.items():
-        known = first.setdefault(id(tensor), node)
-        if known is not node:
-            node.replace_all_uses_with(known)
-
-
-def _check_writes(exported: Exported, live: Sequence[fx.Node]) -> None:
-    for node in live:
-        for target in written_by(node):
-            for kind, sources in (
-                ("a parameter", exported.parameters),
-                ("its input", exported.inputs),
-            ):
-                if target in sources:
-                    raise AnalysisError(
-                        f"forward changes {kind} in place at {place_of(node)}, which cannot be "
-                        f"repeated; use an operation that returns a new tensor, {MANUAL}"
-                    )
-
-
-class Recipes:
-    def __init__(self, graph: Graph, pieces: Sequence[Piece], input_names: Sequence[str]) -> None:
-        self._graph, self.pieces = graph, pieces
-        self._order = {node: index for index, node in enumerate(graph.live)}
-        self.piece_of: dict[fx.Node, int] = {}
-        """The piece of each operation that varies."""
-        for index, piece in enumerate(pieces):
-            for node in graph.varying[piece.start : piece.stop]:
-                self.piece_of[node] = index
-        self.names: dict[fx.Node, str] = {
-            node: input_names[position] for node, position in graph.exported.inputs.items()
-        }
-        """The name of each value that may cross from piece to piece, inputs included."""
-        for node, index in self.piece_of.items():
-            self.names[node] = f"{pieces[index].name}/{node.name}"
-        self._last_reader = self._last_readers()
-        self._made: dict[int, Recipe] = {}
-
-    def _last_readers(self) -> Mapping[fx.Node, int]:
-        readers: dict[fx.Node, int] = {}
-        for node in self._graph.varying:
-            for source in node.all_input_nodes:
-                readers[source] = max(readers.get(source, 0), self.piece_of[node])
-        for node in self._graph.outputs:
-            readers[node] = len(self.pieces)
-        return readers
-
-    def buffer(self, node: fx.Node) -> Tensor:
-        """Return the tensor behind a node that is a buffer of some layer."""
-        exported = self._graph.exported
-        if node in exported.buffers:
-            return exported.buffers[node][1]
-        if node in exported.literals:
-            return exported.literals[node]
-        return self._graph.constants.held(node)
-
-    def recipe(self, index: int) -> Recipe:
-        if index not in self._made:
-            self._made[index] = self._make(index)
-        return self._made[index]
-
-    def _make(self, index: int) -> Recipe:
-        exported, constants = self._graph.exported, self._graph.constants
-        piece = self.pieces[index]
-        calls = set(self._graph.varying[piece.start : piece.stop])
-        last = index == len(self.pieces) - 1
-        waiting = sorted(calls, key=self._order.__getitem__)
-        outside: dict[fx.Node, None] = {}
-        buffers: set[fx.Node] = set()
-        # The operations that are made anew here come to the piece's own as they are found.
-        needed = [s for node in waiting for s in node.all_input_nodes]
-        needed += self._graph.outputs if last else ()
-        while needed:
-            node = needed.pop(0)
-            if node in calls:
-                continue
-            if constants.is_remade(node):
-                calls.add(node)
-                needed.extend(node.all_input_nodes)
-                continue
-            if node in constants.nodes or node in exported.buffers:
-                buffers.add(node)
-            outside[node] = None
-        ordered = tuple(sorted(calls, key=self._order.__getitem__))
-        if last:
-            writes = self._graph.outputs
-        else:
-            writes = tuple(
-                node
-                for node in ordered
-                if self.piece_of.get(node) == index and self._last_reader.get(node, 0) > index
-            )
-        return Recipe(
-            ordered,
-            tuple(node for node in outside if node in exported.parameters),
-            tuple(node for node in outside if node in buffers),
-            tuple(
-                node for node in outside if node not in buffers and node not in exported.parameters
-            ),
-            writes,
-        )

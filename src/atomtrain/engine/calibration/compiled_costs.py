@@ -23,8 +23,7 @@ from atomtrain.analysis.costs.saved import SavedCost
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.engine.calibration.profiling import within_budget
 from atomtrain.engine.devices.device import Device
-from atomtrain.engine.execution.compiled import CompiledLayer
-from atomtrain.engine.execution.compiled_memory import Inside
+from atomtrain.engine.execution.compiled import CompiledLayer, Inside
 
 
 def with_compiled_costs(

@@ -34,7 +34,7 @@ from atomtrain.engine.calibration.probes import (
     update_parameters_per_s,
 )
 from atomtrain.engine.devices.device import Device
-from atomtrain.engine.devices.host_budget import host_memory
+from atomtrain.engine.devices.host_memory import host_memory
 from atomtrain.engine.devices.processor import EmulatedDevice, HostDevice
 from atomtrain.errors import ConfigError
 from atomtrain.planning.catalogue import Gpu, gpu_reported_as, machine_for

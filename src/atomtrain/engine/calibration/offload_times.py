@@ -13,14 +13,15 @@ plan's timeline.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from atomtrain.analysis.costs.costs import ChainCosts, LayerCost
 from atomtrain.analysis.costs.profile import LONGEST_S, LayerTime, example_values, usual_s
@@ -31,7 +32,7 @@ from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.execution.compiled import CompiledLayer
 from atomtrain.engine.execution.graphs import WaitingGraph, Where
 from atomtrain.engine.execution.offload import Offload, Parcel
-from atomtrain.engine.execution.saved_script import Key, Script, key_of
+from atomtrain.engine.execution.saved_script import Key, Script
 from atomtrain.planning.cost.segments import SavedTensors
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
@@ -170,16 +171,23 @@ class _TimedGraph(WaitingGraph):
     """Times all that it does beside the layers."""
 
     def __init__(
-        self, where: Where, parcel: Parcel, scripts: dict[Key, Script], timer: _Timer
+        self,
+        where: Where,
+        parcel: Parcel,
+        scripts: dict[Key, Script],
+        timer: _Timer,
+        *,
+        remakes: bool,
+        compiled: bool,
     ) -> None:
-        super().__init__(where, parcel, scripts)
+        super().__init__(where, parcel, scripts, remakes=remakes, compiled=compiled)
         self._timer = timer
 
     def _new_rematerializer(self) -> Rematerializer:
         return _TimedRematerializer(self._find, self._timer)
 
-    def _pack(self, tensor: Tensor) -> Any:
-        return self._timer.timed(super()._pack, tensor)
+    def _hooks(self, pack: Callable[[Tensor], Any]) -> saved_tensors_hooks:
+        return super()._hooks(functools.partial(self._timer.timed, pack))
 
     def _unpack(self, packed: Any) -> Tensor:
         unpacked: Tensor = self._timer.timed(super()._unpack, packed)
@@ -219,8 +227,7 @@ class _Bench:
         self._tensors.update(buffers)
         staying = frozenset(b.untyped_storage()._cdata for b in buffers.values())
         self._where = Where(self._slot, staying, frozenset())
-        self._scripts: dict[Key, Script] = {}
-        self._key = key_of(0, layer, values)
+        self._scripts: dict[bool, dict[Key, Script]] = {True: {}, False: {}}
 
     def sample(self) -> _Sample:
         """Run the layer in all ways, one after the other."""
@@ -232,7 +239,7 @@ class _Bench:
     def _plain_s(self) -> float:
         started_s = time.thread_time()
         with torch.enable_grad():
-            written = self._run(self._values)
+            written = self._run(self._values, self._layer.run)
             roots = [v for v in written.values() if isinstance(v, Tensor) and v.requires_grad]
             if roots:
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
@@ -243,13 +250,19 @@ class _Bench:
 
     def _offloaded(self, *, remakes: bool) -> _Spent:
         offload, timer = self._offloads[remakes], _Timer()
-        parcel = offload.parcel()
-        graph = _TimedGraph(self._where, parcel, self._scripts, timer)
-        watched = remakes and not isinstance(self._layer, CompiledLayer)
+        compiled = isinstance(self._layer, CompiledLayer)
+        parcel = offload.parcel(alone=True)
+        graph = _TimedGraph(
+            self._where,
+            parcel,
+            self._scripts[remakes],
+            timer,
+            remakes=remakes and not compiled,
+            compiled=compiled,
+        )
 
-        def run(taken: Mapping[str, Any]) -> dict[str, Any]:
-            with graph.layer(self._key) if watched else nullcontext():
-                return self._run(taken)
+        def run(values: Mapping[str, Any]) -> dict[str, Any]:
+            return self._run(values, functools.partial(graph.layer, 0, self._layer))
 
         taken = {n: v.detach() if isinstance(v, Tensor) else v for n, v in self._values.items()}
         needs = {n for n, v in self._values.items() if isinstance(v, Tensor) and v.requires_grad}
@@ -265,6 +278,6 @@ class _Bench:
         )
         return _Spent(forward_s, timer.take_s(), time.thread_time() - started_s)
 
-    def _run(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _run(self, values: Mapping[str, Any], run: Callable[..., Sequence[Any]]) -> dict[str, Any]:
         taken = [values[name] for name in self._layer.reads]
-        return dict(zip(self._layer.writes, self._layer.run(self._tensors, taken), strict=True))
+        return dict(zip(self._layer.writes, run(self._tensors, taken), strict=True))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from atomtrain.engine.devices.device import Device
+from atomtrain.engine.devices.gpus import card_of
 from atomtrain.engine.devices.streams import Stream
 from atomtrain.topology import allowed_cores, cache_bytes, memory_bytes
 
@@ -65,9 +66,9 @@ def uncached_bytes(device: torch.device | None = None) -> int:
     Args:
         device: Whose memory and caches; `None` is the host.
     """
-    if device is not None and device.type == "cuda":
-        card = torch.cuda.get_device_properties(device)
-        caches, memory = int(card.L2_cache_size), int(card.total_memory)
+    card = None if device is None else card_of(device)
+    if card is not None:
+        caches, memory = card.cache_bytes, card.total_bytes
     else:
         caches = cache_bytes(allowed_cores())
         memory = memory_bytes()

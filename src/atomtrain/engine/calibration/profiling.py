@@ -160,7 +160,7 @@ def take_profile(
     """Return what a plan needs to know; a few seconds the first time, then from the cache.
 
     What was measured on a crowded processor is measured again as soon as it is less crowded, and
-    what steps were predicted from wrongly, the next time (`engine/calibration/step_times.py`).
+    what steps were predicted from wrongly, the next time (`engine/calibration/profile_cache.py`).
 
     Args:
         device: Idle, and nothing of the model on it.

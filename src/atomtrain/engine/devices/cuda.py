@@ -17,13 +17,17 @@ import torch
 from torch import Tensor
 
 from atomtrain.analysis.costs.storages import is_dense
-from atomtrain.engine.devices.cuda_memory import CAPS, split_of, use_expandable_segments
 from atomtrain.engine.devices.device import AllocatorUse
-from atomtrain.engine.devices.gpus import budget_of, require_gpu
+from atomtrain.engine.devices.gpus import (
+    CAPS,
+    budget_of,
+    require_gpu,
+    split_of,
+    use_expandable_segments,
+)
 from atomtrain.engine.devices.host_memory import aligned_empty
 from atomtrain.engine.devices.pinning import PINS, Part, StagingRing
-from atomtrain.engine.devices.streams import Event, Inject, Job, Stream
-from atomtrain.engine.devices.tracing import Record
+from atomtrain.engine.devices.streams import Event, Inject, Job, Record, Stream
 from atomtrain.errors import DeviceMemoryError
 from atomtrain.units import format_bytes
 

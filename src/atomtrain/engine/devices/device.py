@@ -19,8 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from atomtrain.engine.devices.streams import Event, Inject, Stream
-from atomtrain.engine.devices.tracing import Record
+from atomtrain.engine.devices.streams import Event, Inject, Record, Stream
 
 
 class AllocatorUse(NamedTuple):

@@ -9,7 +9,7 @@ from atomtrain.engine.devices.cuda import CudaDevice
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.device_names import parse_device, parse_devices
 from atomtrain.engine.devices.gpus import driver_is_there, gpus, why_none
-from atomtrain.engine.devices.host_budget import host_memory
+from atomtrain.engine.devices.host_memory import host_memory
 from atomtrain.engine.devices.processor import EmulatedDevice, HostDevice
 from atomtrain.engine.devices.streams import Inject
 from atomtrain.errors import ConfigError

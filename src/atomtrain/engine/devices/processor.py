@@ -27,8 +27,15 @@ from torch import Tensor
 from atomtrain.analysis.costs.storages import StorageTracker, uncounted
 from atomtrain.engine.devices.device import AllocatorUse
 from atomtrain.engine.devices.host_memory import give_back, keep_freed
-from atomtrain.engine.devices.streams import EagerStream, Event, Inject, Stream, Wait, finished
-from atomtrain.engine.devices.tracing import Record
+from atomtrain.engine.devices.streams import (
+    EagerStream,
+    Event,
+    Inject,
+    Record,
+    Stream,
+    Wait,
+    finished,
+)
 from atomtrain.errors import DeviceMemoryError
 from atomtrain.units import format_bytes
 

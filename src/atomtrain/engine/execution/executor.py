@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +17,14 @@ from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.host_memory import HostPool
-from atomtrain.engine.devices.tracing import Record, recorded_on_host, recorded_visit
-from atomtrain.engine.execution.activation_prefetch import ActivationPrefetch, Pass, Route
+from atomtrain.engine.devices.streams import Record, recorded_on_host, recorded_visit
 from atomtrain.engine.execution.boundary_activations import (
+    ActivationPrefetch,
     BoundaryActivations,
+    Links,
     Outbox,
+    Pass,
+    Route,
     Saved,
     leaf_of,
 )
@@ -31,11 +33,11 @@ from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Where
 from atomtrain.engine.execution.host_layers import HostLayers
 from atomtrain.engine.execution.offload import Offload
 from atomtrain.engine.execution.randomness import Randomness
-from atomtrain.engine.execution.saved_script import Key, key_of
+from atomtrain.engine.execution.recipe_runs import ChainRecipes, SegmentRun
 from atomtrain.engine.execution.slots import Slots, Tensors
-from atomtrain.engine.state.buffers import DeviceBuffers
+from atomtrain.engine.state.residents import DeviceBuffers
 from atomtrain.engine.state.store import HostStore
-from atomtrain.engine.updates.delivery import Delivery
+from atomtrain.engine.updates.shares import Delivery
 from atomtrain.planning.cost.segments import SavedTensors
 from atomtrain.planning.cost.timeline import label_of, label_of_layers
 from atomtrain.planning.plan.plan import Plan
@@ -43,10 +45,6 @@ from atomtrain.planning.plan.shape import Layers, Phase, Visit, evaluation_visit
 
 Values = Mapping[str, Any]
 """A micro-batch: the chain's inputs by name."""
-
-
-def _alone(_key: Key | None) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 class Executor:
@@ -79,10 +77,17 @@ class Executor:
         self._evaluation = Pass(chain, evaluation_visits(plan.shape), plan)
         planned = costs if plan.remakes else costs.sending_all()
         window_bytes = SavedTensors(chain, planned).window_bytes
-        self._graphs = Graphs(Offload(device, self.pool, window_bytes))
         # Compiled layers would run operation by operation if these were watched.
         compiled = any(isinstance(layer, CompiledLayer) for layer in chain.layers)
-        self._remakes = plan.remakes and not compiled
+        remakes = plan.remakes and not compiled
+        self._graphs = Graphs(
+            Offload(device, self.pool, window_bytes), remakes=remakes, compiled=compiled
+        )
+        able = not compiled and not device.one_memory
+        self._recipes = ChainRecipes(chain, costs, remakes=remakes) if able else None
+        self._stays: dict[tuple[Layers, int], list[list[Tensor]]] = {}
+        self._where: dict[tuple[Layers, int], Where] = {}
+        self._links = Links(chain)
         self._losses: list[Tensor] = []
         self._count = self._of = 0
         self.record: Record | None = None
@@ -227,31 +232,68 @@ class Executor:
         taken: Mapping[str, Any],
         outputs: Sequence[str],
     ) -> dict[str, Any]:
-        """Run the segment forward with a graph that waits for backward."""
-        where = Where(
-            self.slots.slot_of(visit), self._staying, self.buffers.changing(*visit.layers)
-        )
-        parcel = self._graphs.offload.parcel() if visit.activation == "offload" else None
-        graph = WaitingGraph(where, parcel, self._graphs.scripts)
-        around = graph.layer if self._remakes else _alone
+        """Run the segment forward with a graph that waits for backward, or without by recipes."""
+        graph = self._graph_that_waits(visit, taken)
         values = graph.run(
             taken,
             lambda name: self._costs.values[name].requires_grad,
-            lambda inputs: self._run_layers(visit, tensors, micro_batch, inputs, outputs, around),
+            lambda inputs: self._run_layers(visit, tensors, micro_batch, inputs, outputs, graph),
             self._chain.writes(*visit.layers),
         )
         self._graphs.put(visit.layers, micro_batch, graph)
         return values
 
+    def _graph_that_waits(
+        self, visit: Visit, taken: Mapping[str, Any]
+    ) -> WaitingGraph | SegmentRun:
+        parcel = self._graphs.parcel(visit.layers, visit.activation)
+        recipes = self._recipes
+        key = None if recipes is None else recipes.key_of(visit.layers, taken)
+        known = None if recipes is None or key is None else recipes.find(key)
+        if known is not None:
+            stays = self._stays_in(visit, visit.home)
+            return SegmentRun(known, stays, parcel, self.slots.collector)
+        where = self._where.get((visit.layers, visit.slot))
+        if where is None:
+            where = self._where[visit.layers, visit.slot] = Where(
+                self.slots.slot_of(visit), self._staying, self.buffers.changing(*visit.layers)
+            )
+        lesson = None if recipes is None else recipes.lesson(key)
+        return self._graphs.new(where, parcel, lesson)
+
     def _backward_found(self, visit: Visit, micro_batch: int) -> None:
         """Run backward of a segment whose graph waited."""
-        gradients = self._graphs.take(visit.layers, micro_batch).backward(
-            self.slots.slot_of(visit),
-            lambda name: (micro_batch, name) in self._gradients,
-            lambda name: self._gradients.take(micro_batch, name),
-        )
+
+        def begun(name: str) -> bool:
+            return (micro_batch, name) in self._gradients
+
+        def gradient_of(name: str) -> Tensor:
+            gradient: Tensor = self._gradients.take(micro_batch, name)
+            return gradient
+
+        graph = self._graphs.take(visit.layers, micro_batch)
+        if isinstance(graph, SegmentRun):
+            gradients = graph.backward(self._stays_in(visit, visit.slot), begun, gradient_of)
+        else:
+            gradients = graph.backward(self.slots.slot_of(visit), begun, gradient_of)
+            if graph.lesson is not None and self._recipes is not None:
+                stays, kept = self._stays_in(visit, visit.home), graph.parcel is None
+                self._recipes.learn(graph.lesson, stays, gradients, kept=kept)
         for name in list(gradients):
             self._put_gradient(micro_batch, name, gradients.pop(name))
+
+    def _stays_in(self, visit: Visit, slot: int) -> list[list[Tensor]]:
+        """Return the parameters and buffers of a segment where it lies in a slot, by layer."""
+        stays = self._stays.get((visit.layers, slot))
+        if stays is None:
+            assert self._recipes is not None
+            stays = []
+            tensors = self.slots.tensors_in(visit.layers, slot)
+            for index, own in zip(range(*visit.layers), tensors, strict=True):
+                found = {**own, **self.buffers.of(index, 0, visit.phase, once=True)}
+                stays.append([found[name] for name in self._recipes.names(index)])
+            self._stays[visit.layers, slot] = stays
+        return stays
 
     def _graph(
         self, visit: Visit, tensors: Tensors, micro_batch: int, taken: dict[str, Any]
@@ -328,32 +370,31 @@ class Executor:
         micro_batch: int,
         taken: Mapping[str, Any],
         wanted: Sequence[str],
-        around: Callable[[Key | None], AbstractContextManager[None]] = _alone,
+        graph: WaitingGraph | SegmentRun | None = None,
     ) -> dict[str, Any]:
-        """Run the segment's layers, each within `around(its script's key)`; return the wanted
-        values."""
-        start, stop = visit.layers
+        """Run the segment's layers, within `graph` if it waits; return the wanted values."""
+        start, _ = visit.layers
         values = dict(taken)
         again = visit.phase is Phase.BACKWARD
         draws = not again and visit.phase is not Phase.EVALUATE
         with self._random.alone:
             if again:
                 self._random.replay(micro_batch, start)
-            for index in range(start, stop):
-                layer = self._chain.layers[index]
+            for index, layer, spent in self._links.of(visit.layers, tuple(wanted)):
                 if draws:
                     self._random.reach(micro_batch, index, first=index == start)
-                of_layer = self.buffers.of(index, micro_batch, visit.phase, visit.leaves)
+                buffers = self.buffers.of(index, micro_batch, visit.phase, visit.leaves)
+                own = {**tensors[index - start], **buffers}
                 arguments = [values[name] for name in layer.reads]
-                key = None if around is _alone else key_of(index, layer, arguments)
-                with around(key), of_layer as buffers:
-                    written = layer.run({**tensors[index - start], **buffers}, arguments)
+                written: Sequence[Any]
+                if graph is None:
+                    written = layer.run(own, arguments)
+                else:
+                    written = graph.layer(index, layer, own, arguments)
                 del arguments
                 values.update(zip(layer.writes, written, strict=True))
                 del written
-                needed = set(self._chain.reads(index + 1, stop)) if index + 1 < stop else set()
-                needed.update(wanted)
-                for name in [name for name in values if name not in needed]:
+                for name in spent:
                     del values[name]
             if draws:
                 self._random.leave(micro_batch)

@@ -15,17 +15,26 @@ saved, and its gradients leave as autograd made them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from atomtrain.analysis.costs.rematerialization import Rematerializer
-from atomtrain.engine.execution.offload import Away, Offload, Parcel, View, view_at, view_of
-from atomtrain.engine.execution.saved_script import Key, Performance, Script
+from atomtrain.analysis.costs.storages import View, view_at, view_of
+from atomtrain.analysis.layers.chain import Layer
+from atomtrain.engine.execution.offload import Away, Offload, Parcel
+from atomtrain.engine.execution.recipe_runs import Lesson, SegmentRun
+from atomtrain.engine.execution.saved_script import Key, Performance, Script, key_of
+from atomtrain.planning.plan.shape import Activation, Layers
+
+T = TypeVar("T")
+_ANCHOR = torch.empty(0, requires_grad=True)
+"""Lets autograd take an entrance for the result of something."""
 
 
 class _Entrance(torch.autograd.Function):
@@ -51,12 +60,25 @@ class Where(NamedTuple):
     changing: frozenset[int]
     """Buffers that forward writes to."""
 
+    @property
+    def slot_key(self) -> int:
+        """The slot's storage."""
+        key: int = self.slot.untyped_storage()._cdata
+        return key
+
 
 class WaitingGraph:
     """One micro-batch's graph of one segment, from its forward visit to its backward visit."""
 
     def __init__(
-        self, where: Where, parcel: Parcel | None, scripts: dict[Key, Script] | None = None
+        self,
+        where: Where,
+        parcel: Parcel | None,
+        scripts: dict[Key, Script],
+        *,
+        remakes: bool,
+        compiled: bool = False,
+        lesson: Lesson | None = None,
     ) -> None:
         """Make a graph of nothing yet.
 
@@ -64,46 +86,61 @@ class WaitingGraph:
             where: What stays in place.
             parcel: Takes what is saved to the host; `None` keeps it.
             scripts: Of layers that have run; those of others are added.
+            remakes: Whether what is cheap is made again, not sent.
+            compiled: Whether layers are compiled.
+            lesson: What is to be learnt of it.
         """
-        self._where, self.parcel = where, parcel
-        self._scripts = {} if scripts is None else scripts
-        self._learning: Script | None = None
-        self._performance: Performance | None = None
+        self._compiled, self.lesson = compiled, lesson
+        self._where, self.parcel, self._scripts = where, parcel, scripts
+        self._remakes = remakes and parcel is not None
         self._slot = where.slot
-        self._slot_key = where.slot.untyped_storage()._cdata
-        self._device = where.slot.device
-        self._rematerializer: Rematerializer | None = None
-        """Of the layer that runs now; none where its operations do not show."""
         self._found: dict[str, list[Tensor]] = {}
         self._entrances: dict[str, GradientEdge] = {}
         self._edges: dict[str, GradientEdge] = {}
 
-    @contextmanager
-    def layer(self, key: Key | None) -> Iterator[None]:
-        """Give the context in which a layer runs; `key` tells which script may hold for it."""
+    def layer(
+        self, number: int, layer: Layer, tensors: Mapping[str, Tensor], values: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Run the chain's layer of a number, as `Layer.run` does."""
         if self.parcel is None:
-            yield
-            return
-        self.parcel.begin_layer()
-        script = None if key is None else self._scripts.get(key)
-        if script is not None:
-            self._performance = Performance(script, self.parcel)
-            try:
-                yield
-                self._performance.end()
-            finally:
-                self._performance = None
-            return
-        self._rematerializer = self._new_rematerializer()
-        learning = self._learning = None if key is None else Script()
-        try:
-            with self._rematerializer:
-                yield
-            if key is not None and learning is not None:
-                learning.learnt()
-                self._scripts[key] = learning
-        finally:
-            self._rematerializer = self._learning = None
+            with self._hooks(functools.partial(self._pack, rematerializer=None)):
+                written = layer.run(tensors, values)
+        else:
+            self.parcel.begin_layer()
+            key = None if self._compiled else key_of(number, layer, values)
+            script = None if key is None else self._scripts.get(key)
+            if script is None:
+                written = self._watched(key, layer.run, tensors, values)
+            else:
+                performance = Performance(script, self.parcel)
+                with self._hooks(performance.pack):
+                    written = layer.run(tensors, values)
+                performance.end()
+        if self.lesson is not None:
+            self.lesson.note(layer, values, written)
+        return written
+
+    def _watched(self, key: Key | None, run: Callable[..., T], *given: Any) -> T:
+        """Run a layer for the first time, or one that may do otherwise each time."""
+        rematerializer = self._new_rematerializer() if self._remakes else None
+        script = None if key is None else Script()
+
+        def pack(tensor: Tensor) -> Any:
+            packed = self._pack(tensor, rematerializer)
+            if script is not None:
+                changing = tensor.untyped_storage()._cdata in self._where.changing
+                script.learn(tensor, packed, changing=changing)
+            return packed
+
+        with self._hooks(pack), rematerializer or nullcontext():
+            result = run(*given)
+        if key is not None and script is not None:
+            script.learnt()
+            self._scripts[key] = script
+        return result
+
+    def _hooks(self, pack: Callable[[Tensor], Any]) -> saved_tensors_hooks:
+        return saved_tensors_hooks(pack, self._unpack)
 
     def run(
         self,
@@ -120,18 +157,16 @@ class WaitingGraph:
             layers: Runs the segment's layers on its inputs.
             writes: The values that later segments read.
         """
-        anchor = torch.empty(0, requires_grad=True)
         with torch.enable_grad():
             inputs = dict(taken)
             for name, value in taken.items():
                 if isinstance(value, Tensor) and with_gradient(name):
                     found = self._found[name] = []
                     inputs[name] = _Entrance.apply(  # type: ignore[no-untyped-call]
-                        anchor, value, found
+                        _ANCHOR, value, found
                     )
                     self._entrances[name] = get_gradient_edge(inputs[name])
-            with saved_tensors_hooks(self._pack, self._unpack):
-                values = layers(inputs)
+            values = layers(inputs)
             for name in writes:
                 value = values[name]
                 if isinstance(value, Tensor) and value.requires_grad and name not in inputs:
@@ -170,33 +205,22 @@ class WaitingGraph:
         """Return what stands for a tensor that will be there in backward as it is now."""
         assert self.parcel is not None
         key = tensor.untyped_storage()._cdata
-        if key == self._slot_key:
+        if key == self._where.slot_key:
             return view_of(tensor)
         if key in self._where.changing:
             return None
         return tensor.data if key in self._where.staying else self.parcel.find(tensor)
 
-    def _pack(self, tensor: Tensor) -> Any:
-        if self._performance is not None:
-            return self._performance.pack(tensor)
-        packed = self._watched(tensor)
-        if self._learning is not None:
-            changing = tensor.untyped_storage()._cdata in self._where.changing
-            self._learning.learn(tensor, packed, changing=changing)
-        return packed
-
-    def _watched(self, tensor: Tensor) -> Any:
-        key = tensor.untyped_storage()._cdata
-        if key == self._slot_key:
+    def _pack(self, tensor: Tensor, rematerializer: Rematerializer | None) -> Any:
+        where, key = self._where, tensor.untyped_storage()._cdata
+        if key == where.slot_key:
             return view_of(tensor)
-        if key in self._where.changing:
+        if key in where.changing:
             return tensor.detach().clone()
         # An alias without history: a graph must not hold its own outputs.
-        if self.parcel is None or key in self._where.staying or tensor.device != self._device:
+        if self.parcel is None or key in where.staying or tensor.device != where.slot.device:
             return tensor.data
-        return self.parcel.pack(
-            tensor, None if self._rematerializer is None else self._rematerializer.of
-        )
+        return self.parcel.pack(tensor, None if rematerializer is None else rematerializer.of)
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
@@ -210,17 +234,41 @@ class WaitingGraph:
 class Graphs:
     """The waiting graphs of a step."""
 
-    def __init__(self, offload: Offload) -> None:
-        self.offload = offload
-        self.scripts: dict[Key, Script] = {}
-        """Of layers that have run."""
-        self._waiting: dict[tuple[tuple[int, int], int], WaitingGraph] = {}
+    def __init__(self, offload: Offload, *, remakes: bool, compiled: bool) -> None:
+        """Hold none yet.
 
-    def put(self, layers: tuple[int, int], micro_batch: int, graph: WaitingGraph) -> None:
+        Args:
+            offload: Where what is saved may go.
+            remakes: Whether what is cheap is made again, not sent.
+            compiled: Whether layers are compiled.
+        """
+        self.offload, self._remakes, self._compiled = offload, remakes, compiled
+        self._scripts: dict[Key, Script] = {}
+        self._waiting: dict[tuple[Layers, int], WaitingGraph | SegmentRun] = {}
+
+    def parcel(self, layers: Layers, activation: Activation) -> Parcel | None:
+        """Return what takes the saved tensors of a graph of a segment; `None` keeps them."""
+        start, stop = layers
+        return self.offload.parcel(alone=stop - start == 1) if activation == "offload" else None
+
+    def new(self, where: Where, parcel: Parcel | None, lesson: Lesson | None) -> WaitingGraph:
+        """Return a graph of nothing yet; the rest is as of `WaitingGraph`."""
+        return WaitingGraph(
+            where,
+            parcel,
+            self._scripts,
+            remakes=self._remakes,
+            compiled=self._compiled,
+            lesson=lesson,
+        )
+
+    def put(
+        self, layers: tuple[int, int], micro_batch: int, graph: WaitingGraph | SegmentRun
+    ) -> None:
         """Hold a graph until backward."""
         self._waiting[layers, micro_batch] = graph
 
-    def take(self, layers: tuple[int, int], micro_batch: int) -> WaitingGraph:
+    def take(self, layers: tuple[int, int], micro_batch: int) -> WaitingGraph | SegmentRun:
         """Hand a graph over to backward."""
         return self._waiting.pop((layers, micro_batch))
 

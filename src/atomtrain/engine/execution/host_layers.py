@@ -25,7 +25,7 @@ from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.execution.boundary_activations import Saved
 from atomtrain.engine.state.gradients import accept_wide
 from atomtrain.engine.state.store import HostStore, view_of
-from atomtrain.engine.updates.delivery import Delivery
+from atomtrain.engine.updates.shares import Delivery
 
 
 class HostLayers:

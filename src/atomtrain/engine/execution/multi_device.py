@@ -23,14 +23,13 @@ from torch import Tensor, nn
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.devices.device import Device
-from atomtrain.engine.devices.tracing import Record
+from atomtrain.engine.devices.streams import Record
 from atomtrain.engine.execution.executor import Executor, Values
 from atomtrain.engine.execution.randomness import micro_batch_seeds
 from atomtrain.engine.execution.slots import Slots
-from atomtrain.engine.state.buffers import DeviceBuffers
+from atomtrain.engine.state.residents import DeviceBuffers
 from atomtrain.engine.state.store import HostStore
-from atomtrain.engine.updates.delivery import Delivery
-from atomtrain.engine.updates.shares import Share, Sums
+from atomtrain.engine.updates.shares import Delivery, Share, Sums
 from atomtrain.engine.updates.updates import Updates
 from atomtrain.planning.plan.plan import Plan
 from atomtrain.planning.plan.shape import Visit

@@ -19,7 +19,6 @@ Hand-overs, each with the event that releases it:
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from atomtrain.analysis.costs.rematerialization import RematerializedStorage, Unpack
-from atomtrain.analysis.costs.storages import LiveStorages, uncounted
+from atomtrain.analysis.costs.storages import LiveStorages, View, seen_as, view_at, view_of
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.streams import Event, Job
@@ -43,18 +42,18 @@ _JOBS_PER_WINDOW = 8
 class SentStorage:
     """One storage that waits on the host."""
 
-    __slots__ = ("back", "fetched", "host", "n_bytes", "saved", "together", "users")
+    __slots__ = ("back", "dtype", "fetched", "host", "n_bytes", "saved", "together", "users")
 
-    def __init__(self, host: Tensor) -> None:
+    def __init__(self, host: Tensor, n_bytes: int, dtype: torch.dtype) -> None:
         self.host: Tensor | None = host  # [n_bytes] uint8, or `None` when nobody needs it any more
-        self.n_bytes = host.numel()
+        self.n_bytes, self.dtype = n_bytes, dtype
         self.saved: Event | None = None
         """`None` as long as it waits for others to leave with."""
         self.together: Sequence[SentStorage] = ()
         """What left in the same job, this one too."""
         self.users = 0
         """Saved tensors in it that backward has not asked for yet."""
-        self.back: Tensor | None = None  # [n_bytes] uint8
+        self.back: Tensor | None = None  # [n_bytes / bytes of an element]
         self.fetched: Event | None = None
         """Of a fetch for which compute has not waited yet."""
 
@@ -73,20 +72,6 @@ class SentStorage:
 
 
 AnyStorage: TypeAlias = "SentStorage | RematerializedStorage"
-
-
-class View(NamedTuple):
-    """Where a tensor lies in its storage."""
-
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-
-
-def view_of(tensor: Tensor) -> View:
-    """Return where a tensor lies in its storage."""
-    return View(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
 
 class Away:
@@ -132,21 +117,26 @@ class Offload:
         """Of what is in both."""
         self._to_fetch: deque[SentStorage] = deque()
         self._ahead_bytes = 0
+        self._held: Event | None = None
+        """The fetch for which compute waited last."""
         self._freed = False
         """Whether there may be room for more to come ahead."""
 
-    def parcel(self) -> Parcel:
-        """Return what takes the saved tensors of one graph."""
-        return Parcel(self)
+    def parcel(self, *, alone: bool = False) -> Parcel:
+        """Return what takes the saved tensors of one graph, of a layer alone or of several."""
+        return Parcel(self, alone)
 
-    def send(self, storage: torch.UntypedStorage) -> SentStorage:
-        """Begin to copy a storage to the host, as soon as there is enough for a job."""
-        n_bytes = storage.nbytes()
+    def send(self, tensor: Tensor) -> SentStorage:
+        """Begin to copy a tensor's storage to the host, as soon as there is enough for a job."""
+        storage = tensor.untyped_storage()
+        n_bytes, dtype = storage.nbytes(), tensor.dtype
         if self._leaving_bytes + n_bytes > self._window_bytes:
             self._send_waiting()
             while self._leaving and self._leaving_bytes + n_bytes > self._window_bytes:
                 self._let_go()
-        sent = SentStorage(self._pool.take(n_bytes))
+        if n_bytes % dtype.itemsize:
+            dtype = torch.uint8
+        sent = SentStorage(self._pool.take(n_bytes), n_bytes, dtype)
         self._waiting.append((storage, sent))
         self._leaving_bytes += n_bytes
         self._waiting_bytes += n_bytes
@@ -157,7 +147,8 @@ class Offload:
     def turn(self, parcels: Sequence[Parcel]) -> None:
         """Begin to bring back what was sent, in the order of the parcels."""
         self._send_waiting()
-        self._to_fetch.extend(s for parcel in parcels for s in parcel.order())
+        for parcel in parcels:
+            self._to_fetch.extend(parcel.order())
         self._advance()
 
     def use(self, storage: SentStorage) -> Tensor:
@@ -199,7 +190,7 @@ class Offload:
             storage = self._to_fetch[0]
             if storage.users and storage.back is None and storage.host is not None:
                 storages = storage.to_bring()
-                n_bytes = sum(one.n_bytes for one in storages)
+                n_bytes = sum([one.n_bytes for one in storages])
                 if self._ahead_bytes and self._ahead_bytes + n_bytes > self._window_bytes:
                     return
                 self._fetch(storages)
@@ -226,7 +217,7 @@ class Offload:
         assert saved is not None
         copies = list[tuple[Tensor, Tensor]]()
         for one in storages:
-            one.back = self._device.empty((one.n_bytes,), torch.uint8)
+            one.back = self._device.empty((one.n_bytes // one.dtype.itemsize,), one.dtype)
             copies.append((one.back, one.buffer()))
             self._ahead_bytes += one.n_bytes
         # The memory may have served compute a moment ago, so the copy waits for compute too.
@@ -237,7 +228,9 @@ class Offload:
 
     def _arrived(self, storage: SentStorage) -> None:
         assert storage.fetched is not None
-        self._device.hold(storage.fetched)
+        if storage.fetched is not self._held:  # what came in the same job has been waited for
+            self._device.hold(storage.fetched)
+            self._held = storage.fetched
         storage.fetched = None
         self._ahead_bytes -= storage.n_bytes
         self._freed = True
@@ -253,15 +246,15 @@ class Offload:
         def copy() -> None:
             while copies:
                 host, storage = copies.pop()
-                flat = view_at(storage, View(torch.uint8, 0, host.shape, (1,)))
-                self._device.copy_out(host, flat)
+                self._device.copy_out(host, _bytes_of(storage))
 
         return copy
 
     def _copy_in(self, copies: list[tuple[Tensor, Tensor]]) -> Job:
         def copy() -> None:
             while copies:
-                self._device.copy_in(*copies.pop())
+                back, host = copies.pop()
+                self._device.copy_in(_bytes_of(back.untyped_storage()), host)
 
         return copy
 
@@ -269,8 +262,8 @@ class Offload:
 class Parcel:
     """What one graph has on the host."""
 
-    def __init__(self, offload: Offload) -> None:
-        self._offload = offload
+    def __init__(self, offload: Offload, alone: bool) -> None:
+        self.offload, self._alone = offload, alone
         self._known = LiveStorages[tuple[AnyStorage, int]]()
         """What was saved, and by which layer last. Only from what the layer that runs has saved is
         anything made again, so that each layer's backward needs what was predicted for the layer
@@ -313,10 +306,12 @@ class Parcel:
 
     def send(self, tensor: Tensor) -> SentStorage:
         """Send a tensor's storage, unless an earlier layer has."""
+        if self._alone:
+            return self.offload.send(tensor)
         known = self._known.get(tensor)
         storage = None if known is None else known[0]
         if not isinstance(storage, SentStorage):
-            storage = self._offload.send(tensor.untyped_storage())
+            storage = self.offload.send(tensor)
         self._known.put(tensor, (storage, self._layer))
         return storage
 
@@ -328,12 +323,11 @@ class Parcel:
         self, tensor: Tensor, recipe: Callable[[Tensor], RematerializedStorage | None] | None
     ) -> AnyStorage | None:
         """Return what a tensor's storage becomes, or `None` where there is nothing to send."""
-        storage = tensor.untyped_storage()
-        if not storage.nbytes():
+        if not tensor.untyped_storage().nbytes():
             return None
         rematerialized = None if recipe is None else recipe(tensor)
         if rematerialized is None:
-            return self._offload.send(storage)
+            return self.offload.send(tensor)
         for argument in arguments_of(rematerialized):
             argument.users += 1
         return rematerialized
@@ -342,10 +336,10 @@ class Parcel:
         """Return a saved tensor; `unpack` finds what it is made from, if it is made again."""
         storage = away.storage
         if isinstance(storage, SentStorage):
-            back = self._offload.use(storage)
+            back = self.offload.use(storage)
         else:
             back = storage.operation.result(storage.index, unpack)
-        view = view_at(back.untyped_storage(), away.view)
+        view = seen_as(back, away.view)
         if not away.used:
             away.used = True
             storage.users -= 1
@@ -362,7 +356,7 @@ class Parcel:
     def close(self) -> None:
         """Free everything; backward is over."""
         for storage in self.order():
-            self._offload.forget(storage)
+            self.offload.forget(storage)
         self._packed.clear()
 
     def _note_needed(self, storage: RematerializedStorage) -> None:
@@ -372,24 +366,15 @@ class Parcel:
     def _release(self, storage: AnyStorage) -> None:
         """Free on the device what nobody uses any more, and bring the next."""
         if isinstance(storage, SentStorage):
-            self._offload.used(storage)
+            self.offload.used(storage)
         elif not storage.users and storage.drop():
             for argument in arguments_of(storage):
                 argument.users -= 1
                 self._release(argument)
 
 
-def view_at(storage: torch.UntypedStorage, view: View) -> Tensor:
-    """Return a tensor in a storage, without history; any thread may ask for it."""
-    dtype, offset, size, stride = view
-    with uncounted():
-        return _nothing(dtype, storage.device).new().set_(storage, offset, size, stride)
-
-
-@functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an empty tensor: another one is made of it in a third of the time."""
-    return torch.empty(0, dtype=dtype, device=device)
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return view_at(storage, View(torch.uint8, 0, torch.Size((storage.nbytes(),)), (1,)))
 
 
 def needed_for(storage: AnyStorage) -> list[SentStorage]:

@@ -3,9 +3,8 @@
 Most layers are a fixed list of operations (`Layer.fixed`), so autograd saves the same tensors in
 the same order whenever the layer runs. The first time every operation is watched, to see what
 backward can make again (`analysis/costs/rematerialization.py`). A script of that tells the next
-times by the number of the saved tensor alone, and nothing is watched any more: on a GPU the thread
-that hands over operations would else be what limits small layers. Layers that may do otherwise each
-time are always watched.
+times by the number of the saved tensor alone, and nothing is watched any more. It serves where
+there is not a recipe (`recipes.py`). Layers that may do otherwise each time are always watched.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from atomtrain.analysis.costs.rematerialization import (
     RematerializedStorage,
     Step,
 )
+from atomtrain.analysis.costs.storages import View
 from atomtrain.analysis.layers.chain import Layer
 from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.engine.execution.offload import (
@@ -28,7 +28,6 @@ from atomtrain.engine.execution.offload import (
     Away,
     Parcel,
     SentStorage,
-    View,
     arguments_of,
     needed_for,
 )

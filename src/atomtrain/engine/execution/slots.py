@@ -30,8 +30,8 @@ from atomtrain.engine.execution.views import Views
 from atomtrain.engine.state.gradients import Collector
 from atomtrain.engine.state.residents import Copy, Residents
 from atomtrain.engine.state.store import HostStore
-from atomtrain.engine.updates.delivery import Delivery
 from atomtrain.engine.updates.device_updates import DeviceUpdates
+from atomtrain.engine.updates.shares import Delivery
 from atomtrain.planning.cost.timeline import label_of
 from atomtrain.planning.plan.layout import ROOMS
 from atomtrain.planning.plan.plan import Plan
@@ -50,14 +50,14 @@ class Slots:
         """Allocate; call inside `Device.computing`."""
         self._chain, self._store, self._layout = chain, store, store.layout
         self._device, self._updates = device, updates
-        self._collector = Collector(device.hold)
+        self.collector = Collector(device.hold)
         self._first = plan.host_layers
         self._residents = Residents(
             chain,
             plan.resident_blocks,
             store,
             device,
-            self._collector,
+            self.collector,
             self._first,
             plan.device_blocks,
         )
@@ -78,7 +78,7 @@ class Slots:
             chain,
             self._layout,
             self._residents,
-            self._collector,
+            self.collector,
             slots=self._slots,
             gradients=self._gradients,
             one_memory=one,
@@ -110,7 +110,7 @@ class Slots:
         """Start a pass over the segments; what the slots hold is stale."""
         self._visits, self._next = visits, 0
         self._loads = {}
-        self._collector.touched.clear()
+        self.collector.touched.clear()
         self._advance(-1)
         self.there.begin()
 
@@ -119,20 +119,23 @@ class Slots:
         visit = self._visits[index]
         if index in self._loads:
             self._device.hold(self._loads.pop(index))
-        leaves = self._leaves(visit)
         if visit.gradient is not None:
-            self._prepare_gradients(visit, leaves)
-        leaves = {**leaves, **self._residents.leaves}
+            self._prepare_gradients(visit, self._leaves(visit))
+        return self.tensors_in(visit.layers, visit.home)
+
+    def tensors_in(self, layers: Layers, slot: int) -> Tensors:
+        """Return a segment's tensors where it lies in a slot, as `enter` does."""
+        leaves = {**self._views.leaves(layers, slot), **self._residents.leaves}
         return [
             {name: leaves[id(p)] for name, p in layer.parameters.items()}
-            for layer in self._chain.layers[slice(*visit.layers)]
+            for layer in self._chain.layers[slice(*layers)]
         ]
 
     def update(self, index: int) -> None:
         """Update what is updated on the device and has its whole gradient now."""
         visit = self._visits[index]
         if visit.gradient is not None:
-            self.there.completed(visit.layers, self._collector.touched)
+            self.there.completed(visit.layers, self.collector.touched)
 
     def leave(self, index: int) -> None:
         """Hand the slot over to the next load and the gradients to the host."""
@@ -143,8 +146,8 @@ class Slots:
                     if leaf.grad is not None:
                         self._store.put_gradient(key, leaf.grad)
             self._unload_gradients(visit)
-            self._collector.waiting.clear()
-            self._collector.places_free.clear()  # the unload above comes after what is left
+            self.collector.waiting.clear()
+            self.collector.places_free.clear()  # the unload above comes after what is left
             for leaf in self._leaves(visit).values():
                 leaf.grad = None
             self._residents.release(visit.layers)
@@ -195,7 +198,7 @@ class Slots:
     def _prepare_gradients(self, visit: Visit, leaves: dict[int, Tensor]) -> None:
         assert visit.gradient is not None
         # Not waited for here: much is computed before the first gradient comes.
-        self._collector.places_free[:] = [self._free[visit.gradient]]
+        self.collector.places_free[:] = [self._free[visit.gradient]]
         seeded = self._seed_shared(visit)
         if not self._store.keeps_gradients:
             for parameter, _ in self._views.places(visit.layers, gradients=True):
@@ -206,8 +209,8 @@ class Slots:
             if key in seeded:
                 leaves[key].grad = gradient
             else:
-                self._collector.waiting[key] = gradient
-        self._residents.expect(visit.layers, self._collector.waiting)
+                self.collector.waiting[key] = gradient
+        self._residents.expect(visit.layers, self.collector.waiting)
 
     def _seed_shared(self, visit: Visit) -> set[int]:
         """Load what later layers have already added to the gradients of shared weights.
@@ -261,7 +264,7 @@ class Slots:
             after += self._spent[room]
         event = self._device.unload.submit(self._out(copies), after) if delivered else finished()
         self._free[visit.gradient] = event
-        self._updates.arrived(visit.layers, delivered, event, self._collector.touched)
+        self._updates.arrived(visit.layers, delivered, event, self.collector.touched)
         self._spend(room, delivered)
 
     def _spend(self, room: int | None, delivered: Sequence[int]) -> None:

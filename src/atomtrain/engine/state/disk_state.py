@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from atomtrain.engine.devices.host_memory import aligned_empty
 from atomtrain.engine.devices.streams import Event, Inject, Job, Stream, finished
-from atomtrain.engine.state.disk_placement import (
+from atomtrain.engine.state.disk_parameters import (
     DiskTraffic,
     Key,
     Place,

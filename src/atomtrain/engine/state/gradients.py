@@ -1,16 +1,20 @@
-"""Where gradients add up, and in which type: that of their parameters, or float32."""
+"""Where gradients add up, and in which type: that of their parameters, or float32.
+
+A `GradientTracker` knows which gradients of a step have come to the host, block by block.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.devices.streams import Event
 from atomtrain.errors import ConfigError
+from atomtrain.planning.plan.shape import Layers
 
 
 def with_gradients_in(chain: Chain, gradient_dtype: str | None) -> Chain:
@@ -61,6 +65,19 @@ class Collector:
         """What the first one waits for, since the places may still be read."""
         self._hold = hold
 
+    def add(self, key: int, leaf: Tensor, gradient: Tensor) -> None:
+        """Do what autograd and the hook do with a gradient of a parameter, by its `id`."""
+        self.touched.add(key)
+        target = self.waiting.pop(key, None)
+        if target is None:
+            assert leaf.grad is not None
+            leaf.grad.add_(gradient)
+            return
+        while self.places_free:
+            self._hold(self.places_free.pop())
+        target.copy_(gradient)
+        leaf.grad = target
+
     def hook(self, key: int) -> Hook:
         """Return what a parameter calls when a gradient was added to it, by the parameter's `id`.
 
@@ -81,3 +98,56 @@ class Collector:
                 leaf.grad = target
 
         return collect
+
+
+class GradientTracker:
+    """The gradients of one step on their way to one place on the host."""
+
+    def __init__(self, blocks: Sequence[Sequence[nn.Parameter]]) -> None:
+        """`blocks` are the parameters of each block."""
+        self._blocks = blocks
+        self._waiting: list[set[Layers]] = []
+        self._events: list[list[Event]] = []
+        self.touched: set[int] = set()
+        """The parameters that have gradients in this step, by `id`."""
+
+    def begin(self, deliveries: Mapping[Layers, Iterable[int]]) -> None:
+        """Start a step in which these segments deliver gradients of these blocks."""
+        self._waiting = [set() for _ in self._blocks]
+        for layers, blocks in deliveries.items():
+            for block in blocks:
+                self._waiting[block].add(layers)
+        self._events = [[] for _ in self._blocks]
+        self.touched = set()
+
+    def has_gradient(self, block: int) -> bool:
+        """Return whether part of the block's gradient came earlier in this step."""
+        return any(id(p) in self.touched for p in self._blocks[block])
+
+    def events_of(self, block: int) -> list[Event]:
+        """Return the events after which the block's gradient so far is on the host."""
+        return self._events[block]
+
+    def note(
+        self, layers: Layers, blocks: Iterable[int], event: Event, touched: set[int]
+    ) -> list[int]:
+        """Take note of a delivery; return the blocks of which it is the last one."""
+        self.touched |= touched
+        complete = []
+        for block in blocks:
+            self._events[block].append(event)
+            self._waiting[block].discard(layers)
+            if not self._waiting[block]:
+                complete.append(block)
+        return complete
+
+    def order(self, deliveries: Mapping[Layers, Iterable[int]]) -> list[int]:
+        """Return the blocks in the order in which they will be complete; call after `begin`."""
+        waiting = [set(layers) for layers in self._waiting]
+        order = []
+        for layers, blocks in deliveries.items():
+            for block in blocks:
+                waiting[block].discard(layers)
+                if not waiting[block]:
+                    order.append(block)
+        return order

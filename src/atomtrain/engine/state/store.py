@@ -12,8 +12,7 @@ from atomtrain.analysis.costs.storages import is_dense
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.host_memory import give_back
-from atomtrain.engine.state.disk_parameters import DiskArena, StagedLoads
-from atomtrain.engine.state.disk_placement import Placement
+from atomtrain.engine.state.disk_parameters import DiskArena, Placement, StagedLoads
 from atomtrain.engine.state.gradients import accept_wide
 from atomtrain.errors import AnalysisError, ConfigError
 from atomtrain.planning.plan.layout import HostGradients, Layout, every_gradient

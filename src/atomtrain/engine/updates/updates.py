@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.devices.streams import Event, Inject, Stream, finished
-from atomtrain.engine.state.disk_placement import Placement
+from atomtrain.engine.state.disk_parameters import Placement
 from atomtrain.engine.state.disk_state import DiskState
+from atomtrain.engine.state.gradients import GradientTracker
 from atomtrain.engine.state.precision import LossScale
 from atomtrain.engine.state.store import HostStore
 from atomtrain.engine.updates.grad_clipping import Decision, GradClipping
-from atomtrain.engine.updates.gradient_tracker import GradientTracker
 from atomtrain.engine.updates.optimizer import ClipsGradients, ScalesGradients, worker_for
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.shape import Layers

@@ -18,7 +18,7 @@ from atomtrain.data.sampler import Batch, SamplerConfig
 from atomtrain.engine.calibration.machines import budget_bytes, host_memory_bytes
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.gpus import names_gpu
-from atomtrain.engine.devices.host_budget import host_memory
+from atomtrain.engine.devices.host_memory import host_memory
 from atomtrain.engine.state.gradients import with_gradients_in
 from atomtrain.errors import AnalysisError, ConfigError, PlanError
 from atomtrain.models import GPTConfig

@@ -152,7 +152,8 @@ class Hearing:
                 place = bisect_right(self._devices, number)
                 self._devices.insert(place, number)
                 # On a device that counts every byte what is kept must take none of it.
-                self._heard.insert(place, said.detach() if said.is_cuda else said.tolist())
+                on_host = said.device.type == "cpu"
+                self._heard.insert(place, said.tolist() if on_host else said.detach())
 
     @contextmanager
     def listening(self) -> Iterator[list[Said]]:

@@ -84,14 +84,11 @@ def _versions() -> Iterator[Finding]:
 
 
 def _device() -> Iterator[Finding]:
-    import torch
-
-    from atomtrain.engine.devices.gpus import driver_is_there, gpus, listing, why_none
+    from atomtrain.engine.devices.gpus import driver_is_there, gpus, listing, memory_of, why_none
 
     if count := gpus():
         for index in range(count):
-            free_bytes, all_bytes = torch.cuda.mem_get_info(index)
-            name = torch.cuda.get_device_name(index)
+            name, free_bytes, all_bytes = memory_of(index)
             text = f"{name}, {format_bytes(free_bytes)} of {format_bytes(all_bytes)} free"
             fix = f"end what uses it ({listing()} lists it), or give a smaller --device-memory"
             yield _found(f"cuda:{index}", text, fix if free_bytes < all_bytes / 2 else None)
@@ -103,7 +100,7 @@ def _device() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    from atomtrain.engine.devices.host_budget import host_memory
+    from atomtrain.engine.devices.host_memory import host_memory
 
     memory = host_memory()
     free_bytes = memory.usable_bytes

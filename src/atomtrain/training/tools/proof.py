@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.engine.api import swap
-from atomtrain.engine.devices.cuda_memory import library_bytes
-from atomtrain.engine.devices.gpus import names_gpu
+from atomtrain.engine.devices.gpus import library_bytes, names_gpu
 from atomtrain.engine.options import Options
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.units import parse_bytes

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from atomtrain.checkpoint import load_latest, open_checkpoint, save
 from atomtrain.checkpoint.reader import CHECKPOINTS_FOLDER
 from atomtrain.engine.api import swap
-from atomtrain.engine.calibration.step_times import StepTimes
+from atomtrain.engine.calibration.profile_cache import StepTimes
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.options import Options
 from atomtrain.engine.updates.optimizer import OptimizerFactory

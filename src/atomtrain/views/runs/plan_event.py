@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from atomtrain.engine.calibration.profile_cache import StepTimes, doubt_profile, is_off
 from atomtrain.engine.calibration.profiling import crowding_warning
-from atomtrain.engine.calibration.step_times import StepTimes, doubt_profile, is_off
 from atomtrain.engine.engine import Engine
 from atomtrain.events import EventLog
 from atomtrain.planning.cost.timeline import Span

@@ -1,0 +1,354 @@
+"""The segments that run by recipes: which they are, and one run, from forward to backward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from atomtrain.analysis.costs.costs import ChainCosts
+from atomtrain.analysis.costs.storages import View, seen_as, view_of
+from atomtrain.analysis.layers.chain import Chain, Layer
+from atomtrain.analysis.layers.graph_layer import GraphLayer
+from atomtrain.engine.execution.offload import Offload, Parcel, SentStorage
+from atomtrain.engine.execution.recipes import Like, Recipe, like, recipe_of
+from atomtrain.engine.state.gradients import Collector
+from atomtrain.errors import reason_of
+from atomtrain.planning.plan.shape import Layers
+
+Strides = tuple[int, ...]
+_LOG = logging.getLogger(__name__)
+
+
+class Known(NamedTuple):
+    """A layer's recipe, and how gradients lie in memory where autograd makes them."""
+
+    layer: Layer
+    recipe: Recipe
+    root: str
+    """The value whose gradient comes."""
+    gradient: Strides
+    """Of that gradient."""
+    gradients: Mapping[str, Strides]
+    """Of those that go."""
+    keys: Sequence[int]
+    """The `id` of each parameter that it takes; 0 of a buffer."""
+
+
+class Lesson:
+    """What a segment ran with by autograd, from which its recipes are made."""
+
+    def __init__(self, key: Any, layers: Layers) -> None:
+        """Know of nothing yet; `key` is under which they will be found."""
+        self.key, self.layers = key, layers
+        self.reads: list[list[Like] | None] = []
+        """Of each layer what it reads; `None` where something is not a tensor."""
+        self.seeds: dict[str, Like] = {}
+        """The gradients of what was written, by name."""
+
+    def note(self, layer: Layer, values: Sequence[Any], written: Sequence[Any]) -> None:
+        """Take note of what a layer took, and of the gradients that will come."""
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        reads = [like(tensor, requires_grad=tensor.requires_grad) for tensor in tensors]
+        self.reads.append(reads if len(reads) == len(values) else None)
+        for name, value in zip(layer.writes, written, strict=True):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(self._noting(name))
+
+    def _noting(self, name: str) -> Callable[[Tensor], None]:
+        seeds = self.seeds
+
+        def note(gradient: Tensor) -> None:
+            seeds[name] = like(gradient, requires_grad=False)
+
+        return note
+
+
+class ChainRecipes:
+    """The recipes of a chain's layers. A segment runs once by autograd, which tells how gradients
+    lie in memory, and from then on by recipes, if all of its layers have one."""
+
+    def __init__(self, chain: Chain, costs: ChainCosts, *, remakes: bool) -> None:
+        """Know of none yet; with `remakes` what is cheap is made again, not sent."""
+        self._chain, self._costs, self._remakes = chain, costs, remakes
+        self._readers: dict[str, int] = {}
+        for layer in chain.layers:
+            for name in layer.reads:
+                self._readers[name] = self._readers.get(name, 0) + 1
+        self._able: dict[Layers, bool] = {}
+        self._known: dict[Any, list[Known] | None] = {}
+        self._kinds: dict[Any, Recipe | None] = {}
+
+    def key_of(self, layers: Layers, values: Mapping[str, Any]) -> Any:
+        """Return under what the recipes of a segment on such values are known; `None` if it cannot
+        have any."""
+        able = self._able.get(layers)
+        if able is None:
+            able = self._able[layers] = self._is_able(layers)
+        if not able or self._module(layers[0]).mode.is_other:
+            return None
+        if torch._C._is_any_autocast_enabled():
+            return None
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        lie = [(v.shape, v.stride()) if isinstance(v, Tensor) else None for v in values.values()]
+        return layers, deterministic, *lie
+
+    def find(self, key: Any) -> list[Known] | None:
+        """Return the recipes of a segment's layers, if they are known."""
+        return self._known.get(key)
+
+    def lesson(self, key: Any) -> Lesson | None:
+        """Return what is to take note of a segment that runs by autograd, if anything is."""
+        return None if key is None or key in self._known else Lesson(key, key[0])
+
+    def learn(
+        self,
+        lesson: Lesson,
+        stays: Sequence[Sequence[Tensor]],
+        gradients: Mapping[str, Tensor],
+        *,
+        kept: bool,
+    ) -> None:
+        """Make recipes of what autograd did.
+
+        Args:
+            lesson: What the segment ran with.
+            stays: Parameters and buffers, by layer.
+            gradients: Those that went.
+            kept: Whether what is saved stays on the device.
+        """
+        if lesson.key in self._known:  # an earlier micro-batch told
+            return
+        strides = {name: one.stride() for name, one in gradients.items()}
+        strides.update({name: one.stride for name, one in lesson.seeds.items()})
+        found: list[Known] | None = []
+        for number, reads, own in zip(range(*lesson.layers), lesson.reads, stays, strict=True):
+            layer = self._chain.layers[number]
+            root = next(n for n in layer.writes if self._costs.values[n].requires_grad)
+            seed = lesson.seeds.get(root)
+            recipe = None
+            if reads is not None and seed is not None:
+                kept_here = [like(t, requires_grad=t.requires_grad) for t in own]
+                recipe = self._recipe(number, kept_here, reads, seed, remakes=not kept)
+            if recipe is None or seed is None:
+                found = None
+                break
+            parameters = layer.parameters
+            keys = [id(parameters[n]) if n in parameters else 0 for n in self.names(number)]
+            assert found is not None
+            found.append(Known(layer, recipe, root, seed.stride, strides, keys))
+        self._known[lesson.key] = found
+
+    def names(self, number: int) -> Sequence[str]:
+        """Return the parameters and buffers that a layer's recipe takes, in their order."""
+        return self._module(number).names
+
+    def _recipe(
+        self, number: int, stays: list[Like], reads: list[Like], seed: Like, *, remakes: bool
+    ) -> Recipe | None:
+        module, layer = self._module(number), self._chain.layers[number]
+        root = [self._costs.values[name].requires_grad for name in layer.writes].index(True)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        kind = (module.template, deterministic, remakes, seed, len(reads), *reads, *stays)
+        if kind not in self._kinds:
+            names = module.names
+
+            def run(given: Sequence[Any]) -> Sequence[Any]:
+                return module.run(dict(zip(names, given, strict=False)), given[len(names) :])
+
+            try:
+                self._kinds[kind] = recipe_of(
+                    run, stays, reads, seed, root, remakes=remakes and self._remakes
+                )
+            except Exception as error:  # noqa: BLE001  any operation may refuse to be traced
+                _LOG.warning(
+                    "layer %r and those like it run by autograd, which takes longer: %s",
+                    layer.name,
+                    reason_of(error),
+                )
+                self._kinds[kind] = None
+        return self._kinds[kind]
+
+    def _module(self, number: int) -> GraphLayer:
+        module = self._chain.layers[number].module
+        assert isinstance(module, GraphLayer)
+        return module
+
+    def _is_able(self, layers: Layers) -> bool:
+        parameters = [
+            id(parameter)
+            for layer in self._chain.layers[slice(*layers)]
+            for parameter in layer.parameters.values()
+        ]
+        return len(set(parameters)) == len(parameters) and all(map(self._is_fit, range(*layers)))
+
+    def _is_fit(self, number: int) -> bool:
+        layer, cost, values = (
+            self._chain.layers[number],
+            self._costs.layers[number],
+            self._costs.values,
+        )
+        if not isinstance(layer.module, GraphLayer) or cost.changes_buffers:
+            return False
+        # The gradients of a value that several layers read add up in autograd's order.
+        alone = all(self._readers[n] == 1 for n in layer.reads if values[n].requires_grad)
+        roots = [name for name in layer.writes if values[name].requires_grad]
+        return alone and cost.saved.movable and len(roots) == 1
+
+
+class RecipeRun:
+    """One micro-batch's run of a layer by its recipe, from its forward visit to its backward
+    visit."""
+
+    def __init__(
+        self, known: Known, leaves: Sequence[Tensor], parcel: Parcel | None, collector: Collector
+    ) -> None:
+        """Begin.
+
+        Args:
+            known: The recipe.
+            leaves: Parameters and buffers, whose gradients are added to.
+            parcel: Takes what is sent; `None` keeps it.
+            collector: Takes the gradients.
+        """
+        self.known, self._leaves = known, leaves
+        self._parcel, self._collector = parcel, collector
+        self._offload: Offload | None = None if parcel is None else parcel.offload
+        self._sent: dict[int, tuple[SentStorage, View]] = {}
+        self._kept: dict[int, Tensor] = {}
+        self._gradient: Tensor | None = None
+
+    def forward(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Return what the layer writes."""
+        recipe = self.known.recipe
+        written = recipe.forward(self, *self._leaves, *values)
+        if self._parcel is not None:
+            self._parcel.note([self._sent[number][0] for number in reversed(recipe.taken)])
+        return written
+
+    def backward(self, stays: Sequence[Tensor], gradient: list[Tensor]) -> dict[str, Tensor]:
+        """Add to the gradients of parameters; return those of what was read.
+
+        Args:
+            stays: Parameters and buffers where they are now.
+            gradient: Of what was written, alone in a list, which is emptied.
+        """
+        known = self.known
+        self._gradient = _with_strides(gradient.pop(), known.gradient)
+        found = known.recipe.backward(self, *stays)
+        return {
+            name: _with_strides(one, known.gradients[name])
+            for name, one in zip(known.layer.reads, found, strict=True)
+            if one is not None
+        }
+
+    def gradient(self) -> Tensor:
+        """Hand over the gradient of what was written."""
+        gradient, self._gradient = self._gradient, None
+        assert gradient is not None
+        return gradient
+
+    def send(self, number: int, tensor: Tensor) -> None:
+        """Send a tensor's storage to the host."""
+        if self._parcel is None:
+            self._kept[number] = tensor
+            return
+        sent = self._parcel.send(tensor)
+        sent.users += 1
+        self._sent[number] = sent, view_of(tensor)
+
+    def take(self, number: int) -> Tensor:
+        """Return the tensor whose storage was sent."""
+        if self._offload is None:
+            return self._kept[number]
+        sent, view = self._sent[number]
+        return seen_as(self._offload.use(sent), view)
+
+    def done(self, number: int) -> None:
+        """Take note that nobody needs it any more."""
+        if self._offload is None:
+            del self._kept[number]
+            return
+        sent, _ = self._sent[number]
+        sent.users -= 1
+        self._offload.used(sent)
+
+    def add(self, number: int, gradient: Tensor) -> None:
+        """Add to the gradient of a parameter."""
+        self._collector.add(self.known.keys[number], self._leaves[number], gradient)
+
+
+class SegmentRun:
+    """One micro-batch's run of a segment by recipes."""
+
+    def __init__(
+        self,
+        known: Sequence[Known],
+        leaves: Sequence[Sequence[Tensor]],
+        parcel: Parcel | None,
+        collector: Collector,
+    ) -> None:
+        """Begin; the arguments are those of `RecipeRun`, by layer."""
+        self.parcel, self._collector = parcel, collector
+        self._next = zip(known, leaves, strict=True)
+        self._runs: list[RecipeRun] = []
+
+    def run(
+        self,
+        taken: Mapping[str, Any],
+        _with_gradient: Callable[[str], bool],
+        layers: Callable[[Mapping[str, Any]], dict[str, Any]],
+        _writes: Iterable[str],
+    ) -> dict[str, Any]:
+        """Run the segment forward, as `WaitingGraph.run` does."""
+        with torch.no_grad():
+            return layers(taken)
+
+    def layer(
+        self, _number: int, _layer: Layer, _tensors: Mapping[str, Tensor], values: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Run the next layer, as `WaitingGraph.layer` does."""
+        if self.parcel is not None:
+            self.parcel.begin_layer()
+        run = RecipeRun(*next(self._next), self.parcel, self._collector)
+        self._runs.append(run)
+        return run.forward(values)
+
+    def backward(
+        self,
+        stays: Sequence[Sequence[Tensor]],
+        begun: Callable[[str], bool],
+        gradient_of: Callable[[str], Tensor],
+    ) -> dict[str, Tensor]:
+        """Run backward; return the gradients of the segment's inputs. The run is used up.
+
+        Args:
+            stays: Parameters and buffers where they are now, by layer.
+            begun: Whether later segments gave the value of a name a gradient.
+            gradient_of: Returns that gradient.
+        """
+        found: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for own in reversed(stays):
+                run = self._runs.pop()
+                root = run.known.root
+                if root in found:
+                    found.update(run.backward(own, [found.pop(root)]))
+                elif begun(root):
+                    found.update(run.backward(own, [gradient_of(root)]))
+        if self.parcel is not None:
+            self.parcel.close()
+        return found
+
+
+def _with_strides(gradient: Tensor, strides: Strides) -> Tensor:
+    """Return a gradient as autograd would have it in memory."""
+    if gradient.stride() == strides:
+        return gradient
+    laid: Tensor = torch.empty_strided(
+        gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
+    ).copy_(gradient)
+    return laid
