@@ -108,7 +108,7 @@ class ExampleMaterial(NamedTuple):
     packed: bool
     padding: int
     look: Look | None = None
-    """How rows with pictures get their pixels."""
+    """How rows with pictures get their images."""
 
     def sampler(self, config: SamplerConfig, peer_key: str) -> Draws:
         """See `Material`."""
