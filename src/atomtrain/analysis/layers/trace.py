@@ -149,6 +149,8 @@ def _exported(
     inputs = Inputs(model, example, own_loss=loss is None)
     front, exported = _with_front(model, example, inputs, loss is None, device)
     layers, rebuild, ready, image_tokens = exported
+    fixed = {name for layer in layers for name in layer.reads}
+    free = {name for layer in front for name in layer.reads} - fixed
     last = layers[-1]
     if loss is None:
         layers[-1] = Layer(last.name, last.module, last.reads, (LOSS,))
@@ -158,14 +160,13 @@ def _exported(
         extra = [name for entry in entries for name in entry.tensors or (entry.name,)]
         head = _OnOutput(last.module, rebuild, loss, entries, inputs.as_mapping, len(last.reads))
         layers[-1] = Layer(last.name, head, (*last.reads, *extra), (LOSS,))
-    fixed = {name for layer in layers for name in layer.reads}
     layers = [*front, *layers]
     used = {name for layer in layers for name in layer.reads}
     names = [name for entry in inputs.entries for name in entry.tensors or (entry.name,)]
     read = tuple(name for name in names if name in used)
     own = functools.partial(_own_loss, inputs, loss)
     checks = [tokens.check for tokens in image_tokens]
-    bind = inputs.binder(read, checks, used - fixed)
+    bind = inputs.binder(read, checks, free)
     return Traced(_chain(model, layers, read, LOSS), bind, ready, own)
 
 
