@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +59,13 @@ def _idefics(images: Any, tokens: Any) -> Any:
     return hf.Idefics3Processor(images, tokens, image_seq_len=vision_models.FEATURES)
 
 
+_TILES = {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}}
+_TILE_TOKENS = (
+    "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+)  # fmt: skip
+
+
 FAMILIES = {
     "qwen2_5_vl": Family(
         hf.Qwen2_5_VLForConditionalGeneration, vision_models.qwen2_5_vl_config, _QWEN,
@@ -79,14 +87,11 @@ FAMILIES = {
     ),
     "idefics3": Family(
         hf.Idefics3ForConditionalGeneration, vision_models.idefics3_config, "<image>", "<image>",
-        lambda: hf.Idefics3ImageProcessorPil(
-            size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
-        ),
-        _idefics,
-        special=(
-            "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>",
-            *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
-        ),
+        lambda: hf.Idefics3ImageProcessorPil(**_TILES), _idefics, special=_TILE_TOKENS,
+    ),
+    "smolvlm": Family(
+        hf.SmolVLMForConditionalGeneration, vision_models.smolvlm_config, "<image>", "<image>",
+        lambda: hf.SmolVLMImageProcessorPil(**_TILES), special=_TILE_TOKENS,
     ),
 }  # fmt: skip
 
@@ -106,6 +111,8 @@ def write_vision(folder: Path, name: str) -> None:
     images = family.images()
     if family.processor is None:
         images.save_pretrained(folder)
+        settings = {"image_seq_len": vision_models.FEATURES}  # who does not ask leaves it
+        (folder / "processor_config.json").write_text(json.dumps(settings))
     else:
         family.processor(images, tokens).save_pretrained(folder)
     template = _TEMPLATE.replace("IMAGE", family.image)

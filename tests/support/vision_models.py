@@ -76,6 +76,13 @@ def idefics3_config(image: int = IMAGE, **text: Any) -> Any:
     )  # fmt: skip
 
 
+def smolvlm_config(image: int = IMAGE, **text: Any) -> Any:
+    return hf.SmolVLMConfig(
+        text_config={"model_type": "llama", **TEXT, **text}, vision_config=VISION, scale_factor=2,
+        image_token_id=image,
+    )  # fmt: skip
+
+
 def _tokens(counts: list[int]) -> Tensor:
     """Return rows of which each has so many tokens of images, beginning anywhere."""
     tokens = torch.randint(3, IMAGE, (len(counts), LENGTH))
@@ -138,8 +145,7 @@ def gemma3() -> Case:
     return Case(hf.Gemma3ForConditionalGeneration(gemma3_config()).train(), draw)
 
 
-def idefics3() -> Case:
-    """Leaves out images that are empty, and does not look at what is padded."""
+def _tiles(model: Any) -> Case:
     numbers = _numbers()
 
     def draw() -> dict[str, Tensor]:
@@ -152,7 +158,17 @@ def idefics3() -> Case:
         tokens = [FEATURES * n for n in counts]
         return _batch(tokens, None, pixel_values=pixels, pixel_attention_mask=mask)
 
-    return Case(hf.Idefics3ForConditionalGeneration(idefics3_config()).train(), draw)
+    return Case(model.train(), draw)
 
 
-MODELS: list[Callable[[], Case]] = [qwen2_vl, qwen2_5_vl, qwen3_vl, gemma3, idefics3]
+def idefics3() -> Case:
+    """Leaves out images that are empty, and does not look at what is padded."""
+    return _tiles(hf.Idefics3ForConditionalGeneration(idefics3_config()))
+
+
+def smolvlm() -> Case:
+    """As Idefics3."""
+    return _tiles(hf.SmolVLMForConditionalGeneration(smolvlm_config()))
+
+
+MODELS: list[Callable[[], Case]] = [qwen2_vl, qwen2_5_vl, qwen3_vl, gemma3, idefics3, smolvlm]

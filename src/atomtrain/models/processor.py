@@ -1,8 +1,8 @@
 """The processor of a model that reads images: text and pictures become tokens and pixels.
 
 It is the class that transformers has for the model's kind, made of files that may be a stranger's:
-of those little is kept (see `processor_files` and `confined`). Pictures are
-resized by Pillow, whatever else is installed, so all peers see the same pixels.
+of those little is kept (see `processor_files` and `confined`). Pictures are resized by Pillow,
+whatever else is installed, so all peers see the same pixels.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from atomtrain.models.hugging_face import HuggingFaceConfig
 
+_VIDEOS = "video_processor"
+"""A processor's last part, if it has one."""
 _MOST_TILES = 16
 """Into which a side of a picture is cut."""
 _MOST_CHARACTERS = 1 << 20
@@ -219,6 +221,8 @@ def _made(
             found = made.from_pretrained(
                 alone, local_files_only=True, trust_remote_code=False, backend="pil"
             )
+    except ImportError as error:
+        raise ConfigError(f"the model's processor needs more: {_one_line(error)}") from error
     except Exception as error:  # whatever a class of transformers raises
         raise ConfigError(
             f"the model's processor cannot be made ({_one_line(error)}); give {PROCESSOR_FILE} and "
@@ -235,7 +239,12 @@ def _of_images_alone(published: Any, check: Callable[[Mapping[str, Any]], None])
         @classmethod
         def get_attributes(cls) -> list[str]:
             parts: list[str] = published.get_attributes()
-            return [part for part in parts if part != "video_processor"]
+            return [part for part in parts if part != _VIDEOS]
+
+        @classmethod
+        def _get_arguments_from_pretrained(cls, *args: Any, **kwargs: Any) -> list[Any]:
+            found: list[Any] = super()._get_arguments_from_pretrained(*args, **kwargs)
+            return found + [None] * (_VIDEOS in published.get_attributes())
 
         def replace_image_token(self, image_inputs: Any, image_idx: int, **kwargs: Any) -> str:
             if image_idx == 0:

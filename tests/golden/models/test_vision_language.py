@@ -96,6 +96,13 @@ def test_language_layers_of_such_models_are_layers() -> None:
     assert model.model.rope_deltas is None, "analysis leaves nothing behind"  # type: ignore[union-attr]
 
 
+def test_running_leaves_nothing_behind_that_misleads_generating() -> None:
+    model, draw = vision_models.qwen2_5_vl()
+    traced = chain_of(model, draw())
+    traced.chain.loss_of(traced.bind(draw()))
+    assert model.model.rope_deltas is None  # type: ignore[union-attr]
+
+
 def test_other_shapes_of_tokens_are_refused_and_other_images_taken() -> None:
     model, draw = vision_models.qwen2_5_vl()
     traced = chain_of(model, draw())

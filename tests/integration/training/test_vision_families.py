@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from atomtrain.training.setup.texts import read_text
 from tests.support.vision_folders import FAMILIES, write_unlike_chats, write_vision
 
 hf = pytest.importorskip("transformers")
-CONTEXT, SEQUENCES, STEPS, RATE = 160, 3, 3, 0.01
+CONTEXT, SEQUENCES, STEPS, RATE = 160, 2, 3, 0.01
 SMALL = [
     "--host", "127.0.0.1", "--device", "emulated:4GiB/s", "--device-memory", "4MiB",
     "--micro-batch", str(SEQUENCES), "--context", str(CONTEXT), "--sequences", str(SEQUENCES),
@@ -31,7 +33,13 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=FAMILIES)
+def _asked_for(name: str) -> Any:
+    """Return a family, which needs a package more."""
+    missing = name == "smolvlm" and importlib.util.find_spec("num2words") is None
+    return pytest.param(name, marks=pytest.mark.skipif(missing, reason="needs num2words"))
+
+
+@pytest.fixture(params=map(_asked_for, FAMILIES))
 def family(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Make folder and chats in the working directory."""
     monkeypatch.chdir(tmp_path)
@@ -64,6 +72,12 @@ def loaded(folder: str) -> Any:
     return hf.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
 
 
+def in_tower(names: Iterable[str]) -> set[str]:
+    """Return the published names of what looks at images."""
+    towers = ("visual.", "vision_tower.", "vision_model.")
+    return {name for name in names if any(tower in name for tower in towers)}
+
+
 def resident() -> dict[str, torch.Tensor]:
     """Train the folder's model by transformers and torch alone, on the run's batches."""
     model = loaded("model").train()
@@ -91,9 +105,10 @@ def test_a_run_is_that_of_transformers_and_so_is_its_export(family: str) -> None
     assert exported.keys() == expected.keys() == before.keys()
     assert all(torch.equal(exported[name], expected[name]) for name in expected)
     changed = {name for name in before if not torch.equal(exported[name], before[name])}
-    tower = str(tower_of(loaded("model")))
+    tower = in_tower(before)
+    assert tower
+    assert not changed & tower
     assert any(".layers." in name for name in changed)
-    assert not any(name.startswith(f"{tower}.") for name in changed)
     kept = [file.name for file in Path("model").iterdir() if "process" in file.name]
     assert kept
     assert all(Path("exported", name).is_file() for name in kept)
@@ -133,4 +148,4 @@ def test_a_trained_tower_is_resumed_and_evaluated_without_the_folder(family: str
     assert main(["evaluate", "runs/run/peer-0"]) == 0
     assert main(["export", "runs/run/peer-0", "exported"]) == 0
     exported = load_file("exported/model.safetensors")
-    assert not all(torch.equal(exported[n], before[n]) for n in before if ".visual." in n)
+    assert not all(torch.equal(exported[name], before[name]) for name in in_tower(before))

@@ -78,11 +78,11 @@ class Front(nn.Module):
         self.layer: Layer = Layer(NAME, self, tuple(self._names), tuple(made))
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return self._made(tensors)
-        known = known_data(zip(tensors, self._example.value, strict=True))
-        with _unchanged(self._base.value), known:
-            return self._made(tensors)
+        with _unchanged(self._base.value):
+            if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+                return self._made(tensors)
+            with known_data(zip(tensors, self._example.value, strict=True)):
+                return self._made(tensors)
 
     def _made(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         arguments, output = self._reached(tensors)
@@ -247,7 +247,10 @@ def _instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Iter
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Give modules the attributes back that they have now: those set meanwhile have no data."""
+    """Give modules the attributes back that they have now.
+
+    Those set meanwhile may have no data, or be of a micro-batch and mislead who generates next.
+    """
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         yield

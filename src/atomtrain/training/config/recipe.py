@@ -244,8 +244,7 @@ class Recipe:
     )
     train_tower: bool = option(
         False,
-        "Of a model that reads images (LLaVA): train what looks at them too, which else stays as "
-        "it is.",
+        "Of a model that reads images: train what looks at them too, which else stays as it is.",
         "",
     )
     precision: str = option(
