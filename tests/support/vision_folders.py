@@ -127,7 +127,7 @@ def write_unlike_chats(folder: Path, count: int = 12) -> Path:
     rows = []
     for index in range(count):
         colour = list(COLOURS)[index % 3]
-        sizes = [(16 + 3 * index, 30), (40 - 2 * index, 10)][: 1 + index % 2]
+        sizes = [(16 + 3 * index, 30), (40 - 2 * index, 10)][: 1 + (index % 3 == 0)]
         names = [f"pictures/{index}-{number}.png" for number in range(len(sizes))]
         for name, size in zip(names, sizes, strict=True):
             Image.new("RGB", size, COLOURS[colour]).save(folder / name)

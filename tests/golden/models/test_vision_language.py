@@ -10,6 +10,7 @@ import transformers as hf
 from torch import Tensor
 
 from atomtrain.analysis import chain_of
+from atomtrain.analysis.layers.checking import check_chain
 from atomtrain.errors import AnalysisError, ConfigError
 from atomtrain.models.image_text import tower_of
 from tests.golden.models.test_any_model import check
@@ -100,6 +101,7 @@ def test_running_leaves_nothing_behind_that_misleads_generating() -> None:
     model, draw = vision_models.qwen2_5_vl()
     traced = chain_of(model, draw())
     traced.chain.loss_of(traced.bind(draw()))
+    check_chain(model, traced, draw())
     assert model.model.rope_deltas is None  # type: ignore[union-attr]
 
 

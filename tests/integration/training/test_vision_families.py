@@ -19,6 +19,8 @@ from atomtrain.models.image_text import tower_of
 from atomtrain.training.config.optimizing import named_optimizer
 from atomtrain.training.setup.objective import NextToken
 from atomtrain.training.setup.texts import read_text
+from atomtrain.views.plans.subject import subject
+from tests.support.image_models import write_rows
 from tests.support.vision_folders import FAMILIES, write_unlike_chats, write_vision
 
 hf = pytest.importorskip("transformers")
@@ -137,6 +139,27 @@ def test_adapters_are_beside_the_language_part_and_peft_loads_them(family: str) 
         found = loaded("merged").eval()(**inputs).logits
         torch.testing.assert_close(found, adapted(**inputs).logits, atol=1e-4, rtol=0)
     assert not torch.allclose(found, before, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["gemma3"], indirect=True)
+def test_gemma_learns_from_texts_alone_too_and_packs_these(
+    family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "red"}]
+    write_rows(Path("texts.jsonl"), [{"messages": said}] * 12)
+    assert train("texts", "--packing", data="texts.jsonl") == 0
+    capsys.readouterr()
+    assert train("refused", "--packing") == 2
+    told = "data/chats.jsonl has images, and --packing is for texts"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+def test_a_plan_has_the_language_part_and_holds_the_tower(family: str) -> None:
+    planned = subject("model", 64)
+    chain = planned.analyse(1).chain
+    assert "model.language_model.layers.2" in [layer.name for layer in chain.layers]
+    assert {id(p) for p in planned.model.parameters()} == {id(p) for p in chain.parameters}
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)

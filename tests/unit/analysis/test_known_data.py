@@ -1,4 +1,4 @@
-"""Tensors without data of which the data are known: numbers, shapes and what is written in place."""
+"""Fake tensors of which the data are known: numbers, shapes and what is written in place."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from atomtrain.analysis.layers.front import unchanged
 from atomtrain.analysis.layers.trace import MicroBatch, Traced
 from atomtrain.errors import AnalysisError
 
@@ -46,10 +47,11 @@ def check_chain(model: nn.Module, traced: Traced, example: MicroBatch) -> None:
 
     def own() -> Tensor:
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        return compute(
-            example,
-            lambda *args, **kwargs: torch.func.functional_call(model, buffers, args, kwargs),
-        )
+        with unchanged(model):
+            return compute(
+                example,
+                lambda *args, **kwargs: torch.func.functional_call(model, buffers, args, kwargs),
+            )
 
     expected = _result(own, parameters)
     found = _result(lambda: traced.chain.loss_of(inputs), parameters)

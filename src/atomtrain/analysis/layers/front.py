@@ -78,7 +78,7 @@ class Front(nn.Module):
         self.layer: Layer = Layer(NAME, self, tuple(self._names), tuple(made))
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with _unchanged(self._base.value):
+        with unchanged(self._base.value):
             if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
                 return self._made(tensors)
             with known_data(zip(tensors, self._example.value, strict=True)):
@@ -246,7 +246,7 @@ def _instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Iter
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> Iterator[None]:
     """Give modules the attributes back that they have now.
 
     Those set meanwhile may have no data, or be of a micro-batch and mislead who generates next.
