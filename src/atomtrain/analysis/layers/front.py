@@ -116,9 +116,7 @@ class Front(nn.Module):
             given.append((args, _dense(_without_cache(kwargs))))
             if self._found is not None:
                 raise _ReachedError
-            from transformers.modeling_outputs import BaseModelOutput
-
-            return BaseModelOutput(last_hidden_state=kwargs.get("inputs_embeds"))
+            return _Output(last_hidden_state=kwargs.get("inputs_embeds"))
 
         def base(*args: Any, **kwargs: Any) -> Any:
             output.append(type(around(*args, **kwargs)))
@@ -187,6 +185,15 @@ class _Aside:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+class _Output(dict[str, Any]):
+    """What a language model returns, for who only hands it on: its entries are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
 
 
 def _run_without_data(front: Front, given: Sequence[Tensor]) -> None:
