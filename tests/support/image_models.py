@@ -26,7 +26,7 @@ def write_llava(folder: Path, *, layers: int = 3, patch: int = PATCH) -> Any:
     import transformers as hf
 
     torch.manual_seed(0)
-    tokens = _tokenizer()
+    tokens = byte_tokenizer({"image_token": "<image>"})
     pictures = hf.CLIPImageProcessorPil(
         size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
     )
@@ -55,8 +55,13 @@ def write_llava(folder: Path, *, layers: int = 3, patch: int = PATCH) -> Any:
     return model.eval()
 
 
-def _tokenizer() -> Any:
-    """Return a tokenizer of bytes."""
+def byte_tokenizer(extra: dict[str, str], special: tuple[str, ...] = ()) -> Any:
+    """Return a tokenizer of bytes.
+
+    Args:
+        extra: Special tokens that have a name.
+        special: Others.
+    """
     import transformers as hf
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -64,9 +69,10 @@ def _tokenizer() -> Any:
     backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(special))
     return hf.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
-        extra_special_tokens={"image_token": "<image>"},
+        extra_special_tokens=extra,
     )  # fmt: skip
 
 

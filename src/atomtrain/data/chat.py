@@ -200,7 +200,7 @@ class Encoder:
         if not all(isinstance(message["content"], str) for message in said.messages):
             raise DataError(
                 "a message's content is a list, as of images, and the model reads texts only; give "
-                "texts, or the folder of a model that reads images (LLaVA) with --model"
+                "texts, or the folder of a model that reads images with --model"
             )
         rendered = self._rendered(said)
         encoded = self._tokenizer.encode_marked(rendered.whole)

@@ -111,6 +111,14 @@ def is_pair(row: Row) -> bool:
     return both and (values["chosen"] is not None or values["rejected"] is not None)
 
 
+def names_images(row: Row) -> bool:
+    """Return whether a row's messages name an image."""
+    messages = row.values.get("messages")
+    contents = [m.get("content") for m in messages or () if isinstance(m, Mapping)]
+    items = [item for content in contents if isinstance(content, list) for item in content]
+    return any(isinstance(item, Mapping) and item.get("type") == "image" for item in items)
+
+
 def understand_pair(row: Row) -> Pair:
     """Return both answers of a row, each behind the prompt.
 

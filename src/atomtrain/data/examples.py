@@ -22,7 +22,7 @@ from torch import Tensor
 
 from atomtrain.data.chat import Example
 from atomtrain.data.corpus import HELD_OUT_EVERY, HELD_OUT_INDEX, HoldOut
-from atomtrain.data.sampler import Batch, SamplerConfig, shuffled
+from atomtrain.data.sampler import Batch, Images, SamplerConfig, shuffled
 from atomtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Rows:
             padding: Token behind the last example of a row.
             separate: Whether batches say which example each token belongs to; `None`: if rows hold
                 several.
-            look: How rows with pictures get their pixels.
+            look: How rows with pictures get their images.
 
         Raises:
             DataError: no example has an answer within the context.
@@ -212,11 +212,23 @@ class Rows:
         if self._part.row_labels is not None:
             first = [self.rows[row][0] for row in rows]
             of_rows = torch.from_numpy(self._part.row_labels[first])
-        targets, pixels = torch.from_numpy(labels.copy()), None
+        targets, images = torch.from_numpy(labels.copy()), None
         if self._look is not None:
-            seen = [self._part.pictures[self.rows[row][0]] for row in rows]
-            pixels = torch.stack([self._look.pixels(pictures) for pictures in seen])
-        return Batch(inputs, targets, documents=own, row_labels=of_rows, pixels=pixels)
+            pictures = [self._part.pictures[self.rows[row][0]] for row in rows]
+            images = Images(map(self._look.images, pictures))
+            if self._look.types is not None:
+                types = (inputs == self._look.image_number).long().split(1)
+                pairs = zip(images.rows, types, strict=True)
+                images = Images({**seen, self._look.types: marks} for seen, marks in pairs)
+        return Batch(inputs, targets, documents=own, row_labels=of_rows, images=images)
+
+    def largest(self, count: int) -> list[int]:
+        """Return so many rows, those with most tokens that stand for pictures."""
+        assert self._look is not None
+        tokens, starts = self._part.tokens == self._look.image_number, self._part.starts
+        sizes = [int(tokens[starts[row[0]] : starts[row[0] + 1]].sum()) for row in self.rows]
+        order = np.argsort(-np.asarray(sizes), kind="stable").tolist()
+        return [order[index % len(order)] for index in range(count)]
 
     def predicted(self) -> tuple[int, int]:
         """Return how many tokens are predicted, and the bytes of their text."""

@@ -120,7 +120,7 @@ class ExampleMaterial(NamedTuple):
     packed: bool
     padding: int
     look: Look | None = None
-    """How rows with pictures get their pixels."""
+    """How rows with pictures get their images."""
 
     def sampler(self, config: SamplerConfig, peer_key: str) -> Draws:
         return RowSampler(self.train(config.context_tokens), config, peer_key)

@@ -1,7 +1,8 @@
 """Dialogues with pictures as tokens of which the answers count, and the pictures beside them.
 
 The model's chat template renders the messages, and its processor puts tokens in the place of each
-picture. Every row has as many pictures as the first one, and all come out in one size.
+picture. Where the model asks for it, every row has as many pictures as the first one, and all come
+out in one size.
 """
 
 from __future__ import annotations
@@ -30,24 +31,28 @@ class Reader(Protocol):
 
     image_token: str
     image_number: int
+    types: str | None
+    alike: bool
 
     def read(self, text: str, pictures: Sequence[Image], /) -> Any:
-        """Return `tokens`, the character of the text at which each begins as `starts`, and
-        `pixels`, `[pictures, C, H, W]`."""
+        """Return `tokens`, the character of the text at which each begins as `starts`, and what
+        else the model takes as `images`."""
         ...
 
-    def pixels(self, pictures: Sequence[Image], /) -> Tensor:
-        """Return pictures as `[pictures, C, H, W]`."""
+    def images(self, pictures: Sequence[Image], /) -> dict[str, Tensor]:
+        """Return what the model takes of pictures."""
         ...
 
 
 class Look(NamedTuple):
-    """How rows get their pixels."""
+    """How rows get their images."""
 
     image_number: int
     """The token that stands for a part of a picture."""
-    pixels: Callable[[Sequence[Picture]], Tensor]
-    """Returns `[pictures, C, H, W]` float32."""
+    images: Callable[[Sequence[Picture]], dict[str, Tensor]]
+    """Returns tensors of one row, by the names that the model gives them."""
+    types: str | None = None
+    """The model's name of which tokens stand for pictures; `None`: it does not ask."""
 
 
 class PictureEncoder(Encoder):
@@ -57,7 +62,7 @@ class PictureEncoder(Encoder):
         super().__init__(tokenizer, template)
         self._reader = reader
         self._first: tuple[str, int, torch.Size] | None = None  # a row, its pictures, their size
-        self.look = Look(reader.image_number, self._pixels)
+        self.look = Look(reader.image_number, self._images, reader.types)
 
     def encode(self, row: Row) -> Example:
         """See `Encoder`.
@@ -89,7 +94,8 @@ class PictureEncoder(Encoder):
         self._check(rendered.whole, messages, len(names))
         found = [describe(path) for path in paths]
         seen = self._reader.read(rendered.whole, [image for _, image in found])
-        self._check_alike(row.place, seen.pixels, paths)
+        if self._reader.alike:
+            self._check_alike(row.place, seen.images["pixel_values"], paths)
         answers = [
             token != self._reader.image_number and rendered.is_answer(start)
             for token, start in zip(seen.tokens, seen.starts, strict=True)
@@ -128,8 +134,8 @@ class PictureEncoder(Encoder):
                 f"{list(size)}; the processor must make all of one size (crop_size)"
             )
 
-    def _pixels(self, pictures: Sequence[Picture]) -> Tensor:
-        return self._reader.pixels([open_again(picture) for picture in pictures])
+    def _images(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+        return self._reader.images([open_again(picture) for picture in pictures])
 
 
 def _with_items(messages: list[Message]) -> tuple[list[Message], list[str]]:

@@ -12,7 +12,7 @@ with different keys their orders have nothing in common.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,6 +23,38 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atomtrain.errors import DataError
+
+
+class Images:
+    """What rows have beside tokens, by the names that models give it, in any shapes."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Tensor]]) -> None:
+        """Take the tensors of each row, all with the same names."""
+        self.rows = tuple(rows)
+
+    def __getitem__(self, rows: slice | Tensor) -> Images:
+        numbers = range(len(self.rows))[rows] if isinstance(rows, slice) else _numbers(rows)
+        return Images(self.rows[number] for number in numbers)
+
+    def together(self) -> dict[str, Tensor]:
+        """Return the rows' tensors one behind the other, padded with zeros but for the first
+        dimension to the largest."""
+        return {name: _stacked([row[name] for row in self.rows]) for name in self.rows[0]}
+
+
+def _numbers(rows: Tensor) -> list[int]:
+    found: list[int] = (rows.nonzero().flatten() if rows.dtype == torch.bool else rows).tolist()
+    return found
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    shape = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    made = tensors[0].new_zeros(sum(len(tensor) for tensor in tensors), *shape)
+    start = 0
+    for tensor in tensors:
+        made[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))] = tensor
+        start += len(tensor)
+    return made
 
 
 class Batch(NamedTuple):
@@ -36,7 +68,8 @@ class Batch(NamedTuple):
     """Numbers of documents that must not see each other; `None`: each sees those before it."""
     row_labels: Tensor | None = None
     """`[sequences]` int64: each one's class; of answers that are judged 1 of a good one, else 0."""
-    pixels: Tensor | None = None  # [sequences, pictures of a sequence, C, H, W] float32
+    images: Images | None = None
+    """What the sequences have beside tokens."""
 
     def part(self, rows: slice | Tensor) -> Batch:
         """Return some sequences of the batch."""
@@ -48,8 +81,11 @@ def joined(batches: Sequence[Batch]) -> Batch:
     return Batch(*(_together(parts) for parts in zip(*batches, strict=True)))
 
 
-def _together(parts: Sequence[Tensor | None]) -> Any:
-    found = [part for part in parts if part is not None]
+def _together(parts: Sequence[Tensor | Images | None]) -> Any:
+    images = [part for part in parts if isinstance(part, Images)]
+    if images:
+        return Images(row for part in images for row in part.rows)
+    found = [part for part in parts if isinstance(part, Tensor)]
     return torch.cat(found) if found else None
 
 

@@ -33,9 +33,11 @@ from atomtrain.models.confined import (
 from atomtrain.models.gpt_config import PRESETS
 from atomtrain.models.heads import check_head, is_classifier, labels_of
 from atomtrain.models.image_text import (
+    KINDS,
     PREPROCESSOR_FILE,
     PROCESSOR_FILE,
-    TOWERS,
+    VIDEO_FILE,
+    needs_images,
     reads_images,
 )
 from atomtrain.models.weights.files import files_of
@@ -49,6 +51,7 @@ CARRIED_FILES = (
     "chat_template.json",
     PROCESSOR_FILE,
     PREPROCESSOR_FILE,
+    VIDEO_FILE,
 )
 """Small files that belong to the model and that an export must have again."""
 _DESCRIPTION = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -90,6 +93,11 @@ class HuggingFaceConfig:
     @property
     def reads_images(self) -> bool:
         return reads_images(self.config)
+
+    @property
+    def needs_images(self) -> bool:
+        """Whether it learns from no texts without images."""
+        return needs_images(self.config)
 
     def __post_init__(self) -> None:
         """Keep of the configuration what may decide a model: it may come from a founder.
@@ -301,7 +309,7 @@ def _check_kind(kind: object, what: str) -> None:
             f"{what} has no model_type, so it is no Hugging Face configuration; give the "
             f"config.json of a causal language model, or one of {', '.join(PRESETS)}"
         )
-    known = [*_causal_kinds(), *TOWERS]
+    known = [*_causal_kinds(), *KINDS]
     if kind not in known:
         raise ConfigError(
             f"{what} describes a model of type {kind!r}, which is not a causal language model that "

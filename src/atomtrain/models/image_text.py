@@ -7,28 +7,67 @@ one *feature* for each token that stands for a part of an image.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError
 
-TOWERS = {"llava": "model.vision_tower"}
-"""Kinds of models that `atom train` takes, and the tower's name in each."""
+
+class Kind(NamedTuple):
+    """What is to be known of a kind of models."""
+
+    tower: str
+    """Name of the module that looks at images."""
+    types: str | None = None
+    """Under which name forward takes which tokens stand for images: 1 of those, else 0."""
+    alike: bool = False
+    """Whether all rows must have as many images, and all of one size: the tower is exported."""
+    texts: bool = False
+    """Whether it may learn from texts alone too."""
+    by_area: bool = False
+    """Whether sizes in the image processor's settings are numbers of pixels, not of a side."""
+
+
+_PATCHES = Kind("model.visual", "mm_token_type_ids", by_area=True)
+KINDS = {
+    "llava": Kind("model.vision_tower", alike=True),
+    "qwen2_vl": _PATCHES,
+    "qwen2_5_vl": _PATCHES,
+    "qwen3_vl": _PATCHES,
+    "qwen3_vl_moe": _PATCHES,
+    "idefics3": Kind("model.vision_model"),
+    "smolvlm": Kind("model.vision_model"),
+    "gemma3": Kind("model.vision_tower", "token_type_ids", texts=True),
+}
+"""Models that `atom train` takes, by their `model_type`."""
 
 PROCESSOR_FILE, PREPROCESSOR_FILE = "processor_config.json", "preprocessor_config.json"
 """The second one holds the image processor, unless the first one does, as it does today."""
+VIDEO_FILE = "video_preprocessor_config.json"
+"""Not used here, but a model's processor is not made without it."""
 
 
 def reads_images(config: Mapping[str, Any]) -> bool:
     """Return whether a `config.json` is of a model that reads images beside text."""
-    return config.get("model_type") in TOWERS
+    return config.get("model_type") in KINDS
+
+
+def needs_images(config: Mapping[str, Any]) -> bool:
+    """Return whether it learns from no texts without images."""
+    return reads_images(config) and not KINDS[config["model_type"]].texts
 
 
 def tower_of(model: nn.Module) -> str | None:
     """Return the name of the module that looks at images, `None` of a model that reads text."""
-    return TOWERS.get(getattr(getattr(model, "config", None), "model_type", ""))
+    kind = kind_of(model)
+    return None if kind is None else kind.tower
+
+
+def kind_of(model: nn.Module) -> Kind | None:
+    """Return what is to be known of a model that reads images, `None` of one that reads text."""
+    return KINDS.get(getattr(getattr(model, "config", None), "model_type", ""))
 
 
 def in_tower(model: nn.Module, name: str) -> bool:

@@ -1,48 +1,40 @@
 """The processor of a model that reads images: text and pictures become tokens and pixels.
 
 It is the class that transformers has for the model's kind, made of files that may be a stranger's:
-of those only sizes, choices and truths are kept (see `atomtrain.models.confined`). Pictures are
-resized by Pillow, whatever else is installed, so all peers see the same pixels.
+of those little is kept (see `processor_files` and `confined`). Pictures are resized by Pillow,
+whatever else is installed, so all peers see the same pixels.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from atomtrain.errors import ConfigError, DataError
 from atomtrain.models.confined import confined
-from atomtrain.models.image_text import PREPROCESSOR_FILE, PROCESSOR_FILE
+from atomtrain.models.image_text import KINDS, PREPROCESSOR_FILE, PROCESSOR_FILE
+from atomtrain.models.processor_files import MOST_RESIZED_PIXELS, kept_settings, kept_tokens
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from atomtrain.models.hugging_face import HuggingFaceConfig
 
-_OF_TEXT = {
-    "image_token", "patch_size", "vision_feature_select_strategy", "num_additional_image_tokens",
-}  # fmt: skip
-_OF_IMAGES = {
-    "crop_size", "default_to_square", "do_center_crop", "do_convert_rgb", "do_normalize", "do_pad",
-    "do_rescale", "do_resize", "image_mean", "image_processor_type", "image_std", "pad_size",
-    "resample", "rescale_factor", "size",
-}  # fmt: skip
-_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-_MOST_PIXELS = 4096
-"""Of a side that a setting names; also of all other numbers in settings."""
-_MOST_RESIZED_PIXELS = 1 << 26
-"""Of a picture whose shorter side was brought to a size, before it is cropped."""
+_VIDEOS = "video_processor"
+"""A processor's last part, if it has one."""
+_MOST_TILES = 16
+"""Into which a side of a picture is cut."""
 _MOST_CHARACTERS = 1 << 20
 """Of a row's text."""
 _MOST_TOKENS = 1 << 17
 """Of a row's images."""
-_MOST_LETTERS = 100
-"""Of a text in settings."""
 
 
 class Seen(NamedTuple):
@@ -51,7 +43,8 @@ class Seen(NamedTuple):
     tokens: list[int]
     starts: list[int]
     """At which character of the text each token begins; -1 of one that stands for no text."""
-    pixels: Tensor  # [pictures, C, H, W] float32
+    images: dict[str, Tensor]
+    """What forward takes beside the tokens, by its names: `pixel_values` float32, sizes, masks."""
 
 
 class Processor:
@@ -68,10 +61,13 @@ class Processor:
             ConfigError: the model has none, or it cannot be made; or Pillow is missing.
         """
         require_pillow()
-        self._made = _made(sizes, tokenizer)
+        self._made = _made(sizes, tokenizer, self._check_tokens)
+        kind = KINDS[sizes.config["model_type"]]
+        self.types, self.alike = kind.types, kind.alike
+        self._by_area = kind.by_area
         self.image_token: str = self._made.image_token
         """What stands for an image in a text."""
-        self.image_number: int = self._made.image_token_id
+        self.image_number: int = self._made.image_token_ids[0]
         """The token of which there are as many as an image has features."""
         wanted = sizes.config.get("image_token_index", sizes.config.get("image_token_id"))
         if wanted is not None and wanted != self.image_number:
@@ -91,8 +87,8 @@ class Processor:
                 f"a text of {len(text)} characters is too long beside images, at most "
                 f"{_MOST_CHARACTERS} are taken; divide it"
             )
-        pixels = self.pixels(pictures)
-        self._check_tokens(pixels)
+        for picture in pictures:
+            self._check_side(picture.size)
         begun = self._made.tokenizer.bos_token
         special = not (begun and text.startswith(begun))  # as its own apply_chat_template does
         try:
@@ -104,6 +100,8 @@ class Processor:
                     return_offsets_mapping=True,
                     return_text_replacement_offsets=True,
                 )
+        except DataError:
+            raise
         except Exception as error:  # whatever a class of transformers raises
             raise _refused(error) from error
         starts = [
@@ -111,45 +109,65 @@ class Processor:
         ]
         replaced = found["text_replacement_offsets"][0]
         back = [_original(start, replaced) for start in starts]
-        return Seen(list(found["input_ids"][0]), back, pixels)
+        tokens = list(found["input_ids"][0])
+        if self.types is not None:
+            types = [int(token == self.image_number) for token in tokens]
+            if list(found[self.types][0]) != types:
+                raise DataError(
+                    "the processor marks other tokens than those of images; give images"
+                )
+        return Seen(tokens, back, self._images_in(found, len(pictures)))
 
-    def pixels(self, pictures: Sequence[Image]) -> Tensor:
-        """Return pictures as the model takes them, `[pictures, C, H, W]` float32.
+    def images(self, pictures: Sequence[Image]) -> dict[str, Tensor]:
+        """Return what the model takes of pictures, see `Seen.images`.
 
         Raises:
             DataError: the processor cannot take them.
         """
-        for picture in pictures:
-            self._check_side(picture.size)
-        try:
-            with confined():
-                made = self._made.image_processor(images=list(pictures), return_tensors="pt")
-                found: Tensor = made["pixel_values"]
-        except Exception as error:  # whatever a class of transformers raises
-            raise _refused(error) from error
-        if found.ndim != 4 or len(found) != len(pictures):
+        return self.read(self.image_token * len(pictures), pictures).images
+
+    def _images_in(self, found: Mapping[str, Any], pictures: int) -> dict[str, Tensor]:
+        names = [name for name in self._made.image_processor.model_input_names if name in found]
+        images = {name: torch.as_tensor(np.asarray(found[name])) for name in names}
+        pixels = images.get("pixel_values")
+        if pixels is None or (self.alike and (pixels.ndim != 4 or len(pixels) != pictures)):
+            shape = None if pixels is None else list(pixels.shape)
             raise DataError(
-                f"the processor makes {list(found.shape)} values of {len(pictures)} images, and "
-                "one array of channels, height and width for each is needed; take its tiles away"
+                f"the processor makes {shape} values of {pictures} images, and one array of "
+                "channels, height and width for each is needed; take its tiles away"
             )
-        return found.float()
+        return {**images, "pixel_values": pixels.float()}
 
     def _check_side(self, size: tuple[int, int]) -> None:
         """Refuse a strip: with its shorter side resized, the other one is as much longer."""
         images = self._made.image_processor
         to_pixels = (getattr(images, "size", None) or {}).get("shortest_edge")
-        if to_pixels is not None and to_pixels**2 * max(size) > _MOST_RESIZED_PIXELS * min(size):
+        if self._by_area or to_pixels is None:
+            return
+        if to_pixels**2 * max(size) > MOST_RESIZED_PIXELS * min(size):
             raise DataError(
                 f"an image of {size[0]} x {size[1]} pixels is too long to have its shorter side "
                 f"resized to {to_pixels}; cut it"
             )
 
-    def _check_tokens(self, pixels: Tensor) -> None:
-        patch, height, width = self._made.patch_size, *pixels.shape[-2:]
-        if patch and (height // patch) * (width // patch) * len(pixels) > _MOST_TOKENS:
+    def _check_tokens(self, images: Mapping[str, Any]) -> None:
+        """Refuse pictures of more patches than a text has room for, before there is such a text."""
+        patch = getattr(self._made, "patch_size", None)
+        if "image_grid_thw" in images:
+            grids = np.asarray(images["image_grid_thw"])
+            patches = int(grids.prod(-1).sum()) // self._made.image_processor.merge_size**2
+            found, of = "", ""
+        elif patch:
+            pixels = images["pixel_values"]
+            height, width = np.asarray(pixels[0]).shape[-2:]
+            patches = (height // patch) * (width // patch) * len(pixels)
+            found, of = f" of {height} x {width} pixels", f" of {patch} x {patch}"
+        else:
+            return
+        if patches > _MOST_TOKENS:
             raise DataError(
-                f"its images of {height} x {width} pixels have more than {_MOST_TOKENS} patches of "
-                f"{patch} x {patch}; give fewer, or correct patch_size in {PROCESSOR_FILE}"
+                f"its images{found} have more than {_MOST_TOKENS} patches{of}; give fewer, or "
+                f"correct patch_size in {PROCESSOR_FILE}"
             )
 
 
@@ -181,110 +199,80 @@ def _original(start: int, replaced: Sequence[Mapping[str, Any]]) -> int:
     return start + shift if start >= 0 else start
 
 
-def _made(sizes: HuggingFaceConfig, tokenizer: str) -> Any:
+def _made(
+    sizes: HuggingFaceConfig, tokenizer: str, check: Callable[[Mapping[str, Any]], None]
+) -> Any:
+    """Return the processor; `check` gets the images of a text before this is made longer."""
     from transformers.models.auto import processing_auto
 
     kind = sizes.config["model_type"]
-    files = _kept(sizes.files)
+    files = kept_settings(sizes.files, by_area=KINDS[kind].by_area)
     names: Any = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
     name = names[kind]
     files[PROCESSOR_FILE]["processor_class"] = name
-    files["tokenizer_config.json"] = _tokens_of(sizes.files, files[PROCESSOR_FILE])
+    files["tokenizer_config.json"] = kept_tokens(sizes.files, files[PROCESSOR_FILE])
     files["config.json"] = {"model_type": kind}
-    made: Any = processing_auto.processor_class_from_name(name)
+    made = _of_images_alone(processing_auto.processor_class_from_name(name), check)
     try:
         with confined(), tempfile.TemporaryDirectory(prefix="atom-processor-") as alone:
             for file, content in files.items():
                 (Path(alone) / file).write_text(json.dumps(content), encoding="utf-8")
             (Path(alone) / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-            return made.from_pretrained(
+            found = made.from_pretrained(
                 alone, local_files_only=True, trust_remote_code=False, backend="pil"
             )
+    except ImportError as error:
+        raise ConfigError(f"the model's processor needs more: {_one_line(error)}") from error
     except Exception as error:  # whatever a class of transformers raises
         raise ConfigError(
             f"the model's processor cannot be made ({_one_line(error)}); give {PROCESSOR_FILE} and "
             f"{PREPROCESSOR_FILE} as the model was published with"
         ) from error
-
-
-def _kept(texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return of a processor's files what decides tokens and pixels."""
-    if PROCESSOR_FILE not in texts and PREPROCESSOR_FILE not in texts:
-        raise ConfigError(
-            f"the model has no processor ({PROCESSOR_FILE} or {PREPROCESSOR_FILE}), which makes "
-            "pixels of images; copy the files that it was published with"
-        )
-    text = _object(texts, PROCESSOR_FILE)
-    images = text.get("image_processor") or _object(texts, PREPROCESSOR_FILE)
-    if not isinstance(images, dict):
-        raise ConfigError(f"image_processor in {PROCESSOR_FILE} must be a JSON object; restore it")
-    image_settings = {key: value for key, value in images.items() if key in _OF_IMAGES}
-    _check_type(image_settings.get("image_processor_type"))
-    text_settings = {key: value for key, value in text.items() if key in _OF_TEXT}
-    for key, value in (*image_settings.items(), *text_settings.items()):
-        _check_value(key, value)
-    return {
-        PROCESSOR_FILE: text_settings,
-        PREPROCESSOR_FILE: image_settings,
-    }
-
-
-def _object(texts: Mapping[str, str], name: str) -> dict[str, Any]:
-    try:
-        found = json.loads(texts.get(name, "{}"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name} of the model is not JSON ({error}); restore it") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{name} of the model is not a JSON object; restore it")
+    _check_sizes(found.image_processor)
     return found
 
 
-def _check_type(name: object) -> None:
-    from transformers.models.auto import image_processing_auto
+def _of_images_alone(published: Any, check: Callable[[Mapping[str, Any]], None]) -> Any:
+    """Return a class of processors without the part for videos, which needs more packages."""
 
-    names: Any = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
-    known = {
-        str(each)
-        for classes in names.values()
-        for each in (classes.values() if isinstance(classes, Mapping) else [classes])
-    }
-    known |= {f"{each}Fast" for each in known}
-    if name not in known:
+    class OfImages(published):  # type: ignore[misc]
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            parts: list[str] = published.get_attributes()
+            return [part for part in parts if part != _VIDEOS]
+
+        @classmethod
+        def _get_arguments_from_pretrained(cls, *args: Any, **kwargs: Any) -> list[Any]:
+            found: list[Any] = super()._get_arguments_from_pretrained(*args, **kwargs)
+            return found + [None] * (_VIDEOS in published.get_attributes())
+
+        def replace_image_token(self, image_inputs: Any, image_idx: int, **kwargs: Any) -> str:
+            if image_idx == 0:
+                check(image_inputs)
+            text: str = super().replace_image_token(image_inputs, image_idx, **kwargs)
+            return text
+
+    OfImages.__name__ = published.__name__
+    return OfImages
+
+
+def _check_sizes(images: Any) -> None:
+    """Refuse settings with which a picture becomes many times what it is."""
+    size = getattr(images, "size", None) or {}
+    longest = size.get("longest_edge") or 0
+    tile = (getattr(images, "max_image_size", None) or {}).get("longest_edge")
+    copies = getattr(images, "temporal_patch_size", 1)
+    most = max(longest, size.get("shortest_edge") or 0) * copies
+    if (tile is not None and longest > _MOST_TILES * tile) or most > 2 * MOST_RESIZED_PIXELS:
         raise ConfigError(
-            f"the model's image_processor_type is {str(name)[:60]!r}, which the installed "
-            f"transformers does not have; give {PREPROCESSOR_FILE} as it was published"
+            f"the model's processor makes images of {longest} pixels ({copies} copies, tiles of "
+            f"{tile}), which is too much; correct size in {PREPROCESSOR_FILE}"
         )
-
-
-def _check_value(key: str, value: Any) -> None:
-    """Refuse what is deep or large: a picture, or what stands for it, would be made as large."""
-    inside = list(value.values()) if isinstance(value, dict) else value
-    for each in inside if isinstance(inside, list) else [inside]:
-        if isinstance(each, str):
-            sane = len(each) <= _MOST_LETTERS and not isinstance(value, dict)
-        else:
-            sane = each is None or (isinstance(each, int | float) and 0 <= each <= _MOST_PIXELS)
-        if not sane:
-            raise ConfigError(
-                f"the model's processor says {key} {str(value)[:60]}; numbers from 0 to "
-                f"{_MOST_PIXELS} are taken, and words: correct {PREPROCESSOR_FILE} or "
-                f"{PROCESSOR_FILE}"
-            )
-
-
-def _tokens_of(texts: Mapping[str, str], processor: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer's settings, of which only names of tokens are kept."""
-    stored = _object(texts, "tokenizer_config.json")
-    tokens: dict[str, Any] = {}
-    for key in (*_TOKENS, "image_token"):
-        token = stored.get(key)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            tokens[key] = token
-    image_token = tokens.pop("image_token", processor.get("image_token"))
-    if isinstance(image_token, str):
-        tokens["extra_special_tokens"] = {"image_token": image_token}
-    return {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
+    if getattr(images, "do_pan_and_scan", False):
+        raise ConfigError(
+            f"the model's processor cuts images (do_pan_and_scan), which is not done here; set it "
+            f"to false in {PREPROCESSOR_FILE}"
+        )
 
 
 def _refused(error: Exception) -> DataError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,8 +10,11 @@ import transformers as hf
 from torch import Tensor
 
 from atomtrain.analysis import chain_of
+from atomtrain.analysis.layers.checking import check_chain
 from atomtrain.errors import AnalysisError, ConfigError
+from atomtrain.models.image_text import tower_of
 from tests.golden.models.test_any_model import check
+from tests.support import vision_models
 from tests.support.any_models import Case
 
 pytestmark = pytest.mark.usefixtures("assumed_times", "fastest_plans")
@@ -74,66 +77,49 @@ def test_other_numbers_of_image_tokens_are_refused(change: int) -> None:
         bind({**example, "input_ids": ids})
 
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
-}  # fmt: skip
-_VISION: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "image_size": 16, "patch_size": 4,
-}  # fmt: skip
-
-
-def gemma3() -> tuple[Any, dict[str, Tensor]]:
-    config = hf.Gemma3Config(
-        text_config=_TEXT, vision_config=_VISION, mm_tokens_per_image=4, image_token_id=IMAGE,
-    )  # fmt: skip
-    images = {"pixel_values": torch.randn(2, 3, 16, 16)}
-    return hf.Gemma3ForConditionalGeneration(config), images
-
-
-def idefics3() -> tuple[Any, dict[str, Tensor]]:
-    config = hf.Idefics3Config(
-        text_config={"model_type": "llama", **_TEXT}, vision_config=_VISION, scale_factor=2,
-        image_token_id=IMAGE,
-    )  # fmt: skip
-    images = {"pixel_values": torch.randn(2, 1, 3, 16, 16)}
-    return hf.Idefics3ForConditionalGeneration(config), images
-
-
-def qwen2_vl() -> tuple[Any, dict[str, Tensor]]:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-    text = {name: value for name, value in _TEXT.items() if name != "head_dim"}
-    config = hf.Qwen2VLConfig(
-        text_config={**text, "rope_parameters": rope}, image_token_id=IMAGE,
-        vision_config={
-            "depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 4,
-            "mlp_ratio": 2,
-        },
-    )  # fmt: skip
-    images = {
-        "pixel_values": torch.randn(32, 96), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)
-    }  # fmt: skip
-    return hf.Qwen2VLForConditionalGeneration(config), images
-
-
-@pytest.mark.parametrize(
-    ("make", "types", "reason"),
-    [
-        (gemma3, "token_type_ids", "ModIndex, a torch.autograd.Function"),
-        (idefics3, None, "a shape or number depends on data"),
-        (qwen2_vl, "mm_token_type_ids", "what runs depends on data"),
-    ],
-)
-def test_models_whose_data_decide_are_refused_with_the_line(
-    make: Any, types: str | None, reason: str
+@pytest.mark.parametrize("make", vision_models.MODELS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("frozen", "micro_batches"), [(True, 1), (False, 2)])
+def test_models_whose_data_decide(
+    make: Callable[[], Case], frozen: bool, micro_batches: int
 ) -> None:
-    model, images = make()
-    tokens = torch.randint(3, IMAGE, (2, 16))
-    tokens[:, 4:8] = IMAGE
-    example = {"input_ids": tokens, "labels": tokens.masked_fill(tokens == IMAGE, -100), **images}
-    if types is not None:
-        example[types] = (tokens == IMAGE).long()
-    assert model(**example).loss.isfinite(), "as it is it runs"
-    with pytest.raises(AnalysisError, match=rf"transformers.*{reason}|{reason}.*transformers"):
-        chain_of(model.train(), example)
+    case = make()
+    tower = tower_of(case.model)
+    assert tower is not None
+    case.model.get_submodule(tower).requires_grad_(not frozen)
+    check(case, micro_batches, segments=3)
+
+
+def test_language_layers_of_such_models_are_layers() -> None:
+    model, draw = vision_models.qwen3_vl()
+    names = [layer.name for layer in chain_of(model, draw()).chain.layers]
+    layers = [f"model.language_model.layers.{index}" for index in range(3)]
+    assert names == ["front", *layers, "lm_head"]
+    assert model.model.rope_deltas is None, "analysis leaves nothing behind"  # type: ignore[union-attr]
+
+
+def test_running_leaves_nothing_behind_that_misleads_generating() -> None:
+    model, draw = vision_models.qwen2_5_vl()
+    traced = chain_of(model, draw())
+    traced.chain.loss_of(traced.bind(draw()))
+    check_chain(model, traced, draw())
+    assert model.model.rope_deltas is None  # type: ignore[union-attr]
+
+
+def test_other_shapes_of_tokens_are_refused_and_other_images_taken() -> None:
+    model, draw = vision_models.qwen2_5_vl()
+    traced = chain_of(model, draw())
+    other = draw()
+    assert traced.chain.loss_of(traced.bind(other)) == model(**other).loss
+    tokens = ("input_ids", "labels", "mm_token_type_ids")
+    short = {n: t[:, :-1] if n in tokens else t for n, t in draw().items()}
+    short["labels"] = other["labels"]
+    with pytest.raises(ConfigError, match="other shapes or values than the example"):
+        traced.chain.loss_of(traced.bind(short))
+
+
+def test_more_image_tokens_than_features_are_told_with_the_models_own_reason() -> None:
+    model, draw = vision_models.gemma3()
+    example = draw()
+    example["input_ids"][0, -1] = IMAGE
+    with pytest.raises(AnalysisError, match="Image features and image tokens do not match"):
+        chain_of(model, example)

@@ -44,9 +44,9 @@ def test_rows_are_what_the_models_own_processor_makes(place: Path, encoder: Pict
     examples = Examples(map(encoder.encode, rows), "chats", hold_out="none")
     laid = Rows(examples.train, 64, packed=False, padding=257, look=encoder.look)
     batch = laid.batch(range(len(rows)))
-    assert batch.pixels is not None
-    for row, ids, labels, pixels in zip(
-        rows, batch.inputs, batch.labels, batch.pixels, strict=True
+    assert batch.images is not None
+    for row, ids, labels, images in zip(
+        rows, batch.inputs, batch.labels, batch.images.rows, strict=True
     ):
         asking, answer = row.values["messages"]
         (image, text) = asking["content"]
@@ -63,11 +63,26 @@ def test_rows_are_what_the_models_own_processor_makes(place: Path, encoder: Pict
         expected = whole["input_ids"][0]
         assert ids[: len(expected)].tolist() == expected.tolist()
         assert int((ids == encoder.look.image_number).sum()) == FEATURES
-        assert torch.equal(pixels, whole["pixel_values"])
+        assert torch.equal(images["pixel_values"], whole["pixel_values"])
         counted = labels != IGNORED
         first = asked["input_ids"].shape[1]
         assert counted.nonzero().flatten().tolist() == list(range(first - 1, len(expected) - 1))
         assert torch.equal(labels[counted], expected[first:])
+
+
+def test_a_picture_is_processed_once_while_a_row_is_read(
+    place: Path, encoder: PictureEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = encoder._reader._made.image_processor  # type: ignore[attr-defined]
+    original, calls = type(images).preprocess, []
+
+    def preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(images), "preprocess", preprocess)
+    encoder.encode(Row("row", row_about("pictures/0.png"), place / "data"))
+    assert len(calls) == 1
 
 
 def test_a_row_whose_picture_is_cut_off_is_dropped(place: Path, encoder: PictureEncoder) -> None:
@@ -178,7 +193,7 @@ def test_a_picture_that_has_changed_is_refused(place: Path, encoder: PictureEnco
     made = encoder.encode(Row("row", row_about(file.name), place / "data"))
     file.write_bytes((place / "data" / "pictures" / "2.png").read_bytes())
     with pytest.raises(DataError, match="has changed since the run began"):
-        encoder.look.pixels(made.pictures)
+        encoder.look.images(made.pictures)
 
 
 def test_a_template_that_leaves_something_out_is_refused(

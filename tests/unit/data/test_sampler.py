@@ -12,7 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomtrain.data.sampler import Sampler, SamplerConfig, held_out_batches
+from atomtrain.data.sampler import (
+    Batch,
+    Images,
+    Sampler,
+    SamplerConfig,
+    held_out_batches,
+    joined,
+)
 from atomtrain.errors import DataError
 from tests.support.waiting import PATIENCE_S
 
@@ -177,3 +184,21 @@ def test_held_out_batches_are_full_fixed_and_within_the_text(
 def test_held_out_batches_are_spread_over_all_of_the_text() -> None:
     (batch,) = held_out_batches(TOKENS, 10, 4, limit=1)
     assert [int(row[0]) for row in batch.inputs] == [0, 329, 659, 989]
+
+
+def test_images_of_rows_are_picked_joined_and_padded() -> None:
+    rows = [
+        {"pixel_values": torch.full((count, side), float(count)), "sizes": torch.tensor([[side]])}
+        for count, side in ((1, 3), (2, 2), (1, 1))
+    ]
+    inputs = torch.arange(3)[:, None]
+    batch = Batch(inputs, inputs, images=Images(rows))
+    picked = [batch.part(slice(1, 3)), batch.part(torch.tensor([2, 0]))]
+    whole = joined(picked)
+    assert whole.images is not None
+    assert whole.inputs.flatten().tolist() == [1, 2, 2, 0]
+    found = whole.images.together()
+    assert found["sizes"].tolist() == [[2], [1], [1], [3]]
+    assert found["pixel_values"].tolist() == [
+        [2, 2, 0], [2, 2, 0], [1, 0, 0], [1, 0, 0], [1, 1, 1]
+    ]  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atomtrain.analysis.layers.chain import Chain, Layer
+from atomtrain.analysis.layers.front import unchanged
 from atomtrain.analysis.layers.micro_batch import MicroBatch, Traced
 from atomtrain.errors import AnalysisError, ConfigError, nearest, reason_of
 
@@ -164,7 +165,8 @@ def check_chain(model: nn.Module, traced: Traced, example: MicroBatch) -> None:
     inputs = traced.bind(example)
 
     def own() -> Tensor:
-        return compute(example, _forward_of(model))
+        with unchanged(model):
+            return compute(example, _forward_of(model))
 
     expected = _result(own, parameters)
     found = _result(lambda: traced.chain.loss_of(inputs), parameters)

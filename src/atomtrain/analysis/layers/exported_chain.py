@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from atomtrain.analysis.export.export import place_of
 from atomtrain.analysis.layers.chain import Layer
 from atomtrain.analysis.layers.cuts import Piece, find_pieces
+from atomtrain.analysis.layers.front import Rest
 from atomtrain.analysis.layers.graph_layer import GraphLayer, Mode, OtherMode, Recipe, Template
 from atomtrain.analysis.layers.graph_runs import Graph, Recipes, read_graph
 from atomtrain.analysis.layers.micro_batch import ImageTokens, Inputs, MicroBatch, image_tokens
@@ -39,9 +40,23 @@ class ExportedLayers(NamedTuple):
 
 
 def exported_layers(
-    model: nn.Module, example: MicroBatch, inputs: Inputs, *, own_loss: bool, device: torch.device
+    model: nn.Module,
+    example: MicroBatch,
+    inputs: Inputs | Rest,
+    *,
+    own_loss: bool,
+    device: torch.device,
+    before: Sequence[Layer] = (),
 ) -> ExportedLayers:
     """Return the layers of any model.
+
+    Args:
+        model: Weights may be on the meta device.
+        example: One micro-batch; all later ones must have its shapes.
+        inputs: Of the example.
+        own_loss: The last layer writes the output's loss, not the output.
+        device: Where the layers will run.
+        before: Layers that come first, and hold parameters of the model.
 
     Raises:
         AnalysisError: see `export`.
@@ -52,7 +67,7 @@ def exported_layers(
     recipes = Recipes(graph, pieces, inputs.tensor_names)
     mode = Mode(model)
     layers = _layers(graph, recipes, mode)
-    _carry_unused(model, layers)
+    _carry_unused(model, layers, before)
     first = remember(graph, recipes)
     shapes = [torch.empty_like(tensor, device="meta") for tensor in tensors]
     own = tuple(layers)  # the caller may put another layer in the list
@@ -101,12 +116,12 @@ def _layers(graph: Graph, recipes: Recipes, mode: Mode) -> list[Layer]:
     return layers
 
 
-def _carry_unused(model: nn.Module, layers: Sequence[Layer]) -> None:
+def _carry_unused(model: nn.Module, layers: Sequence[Layer], before: Sequence[Layer]) -> None:
     """Give parameters that forward does not use to the layer with the nearest path.
 
     They are stored, saved and sent like the others, and get no gradient.
     """
-    used = {id(p) for layer in layers for p in layer.parameters.values()}
+    used = {id(p) for layer in (*before, *layers) for p in layer.parameters.values()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in used:
             nearest = max(layers, key=lambda layer: _common(layer.name, name))

@@ -13,6 +13,7 @@ from atomtrain.analysis.export.constants import Constants, simplify_attention
 from atomtrain.analysis.export.export import Exported, export, place_of
 from atomtrain.analysis.export.functions import live_nodes, written_by
 from atomtrain.analysis.layers.cuts import Piece
+from atomtrain.analysis.layers.front import Rest
 from atomtrain.analysis.layers.graph_layer import Recipe
 from atomtrain.analysis.layers.micro_batch import Inputs
 from atomtrain.errors import AnalysisError
@@ -30,7 +31,7 @@ class Graph(NamedTuple):
 def read_graph(
     model: nn.Module,
     tensors: Sequence[Tensor],
-    inputs: Inputs,
+    inputs: Inputs | Rest,
     *,
     own_loss: bool,
     grad: bool,

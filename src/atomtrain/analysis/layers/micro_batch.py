@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -108,16 +108,21 @@ class Inputs:
         return model(*values)
 
     def binder(
-        self, used: Sequence[str], checks: Sequence[Callable[[Mapping[str, Any]], None]] = ()
+        self,
+        used: Sequence[str],
+        checks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
+        free: Container[str] = (),
     ) -> Callable[[MicroBatch], dict[str, Any]]:
         """Return a function that turns a micro-batch into the chain's inputs named `used`.
 
-        Each of `checks` gets these inputs by name, and raises `ConfigError`.
+        Each of `checks` gets these inputs by name, and raises `ConfigError`. Those in `free` may
+        have any shapes.
 
         The function raises `ConfigError` if the micro-batch lacks one, or is unlike the example.
         """
         wanted = set(used)
-        fixed = {name for entry in self.of_forward for name in entry.tensors}
+        names = (name for entry in self.of_forward for name in entry.tensors)
+        fixed = {name for name in names if name not in free}
 
         def bind(micro_batch: MicroBatch) -> dict[str, Any]:
             values = self.values(micro_batch)

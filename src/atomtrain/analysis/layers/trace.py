@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +15,8 @@ from atomtrain.analysis.export.conditions import CPU
 from atomtrain.analysis.export.export import loss_in
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.analysis.layers.checking import check_against_model, layers_by_hand
-from atomtrain.analysis.layers.exported_chain import exported_layers
+from atomtrain.analysis.layers.exported_chain import ExportedLayers, exported_layers
+from atomtrain.analysis.layers.front import Front, Rest, has_front
 from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.analysis.layers.micro_batch import (
     Entry,
@@ -30,6 +32,7 @@ __all__ = ["HasLayers", "Loss", "MicroBatch", "Traced", "chain_of"]
 
 Loss = Callable[..., Tensor]
 LOSS = "loss"
+_log = logging.getLogger("atomtrain.analysis")
 
 
 @runtime_checkable
@@ -113,9 +116,10 @@ def _exported(
     model: nn.Module, example: MicroBatch, loss: Loss | None, device: torch.device
 ) -> Traced:
     inputs = Inputs(model, example, own_loss=loss is None)
-    layers, rebuild, ready, image_tokens = exported_layers(
-        model, example, inputs, own_loss=loss is None, device=device
-    )
+    front, exported = _with_front(model, example, inputs, loss is None, device)
+    layers, rebuild, ready, image_tokens = exported
+    fixed = {name for layer in layers for name in layer.reads}
+    free = {name for layer in front for name in layer.reads} - fixed
     last = layers[-1]
     if loss is None:
         layers[-1] = Layer(last.name, last.module, last.reads, (LOSS,))
@@ -125,12 +129,36 @@ def _exported(
         extra = [name for entry in entries for name in entry.tensors or (entry.name,)]
         head = _OnOutput(last.module, rebuild, loss, entries, inputs.as_mapping, len(last.reads))
         layers[-1] = Layer(last.name, head, (*last.reads, *extra), (LOSS,))
+    layers = [*front, *layers]
     used = {name for layer in layers for name in layer.reads}
     names = [name for entry in inputs.entries for name in entry.tensors or (entry.name,)]
     read = tuple(name for name in names if name in used)
     own = functools.partial(_own_loss, inputs, loss)
     checks = [tokens.check for tokens in image_tokens]
-    return Traced(_chain(model, layers, read, LOSS), inputs.binder(read, checks), ready, own)
+    bind = inputs.binder(read, checks, free)
+    return Traced(_chain(model, layers, read, LOSS), bind, ready, own)
+
+
+def _with_front(
+    model: nn.Module, example: MicroBatch, inputs: Inputs, own_loss: bool, device: torch.device
+) -> tuple[list[Layer], ExportedLayers]:
+    """Return the exported layers, and those that come first where not all can be exported."""
+    try:
+        return [], exported_layers(model, example, inputs, own_loss=own_loss, device=device)
+    except AnalysisError as error:
+        if not has_front(model, inputs.tensors(example)):
+            raise
+        refused = str(error)
+    try:
+        front = Front(model, inputs, example)
+    except AnalysisError as error:
+        raise AnalysisError(f"{refused}; {error}") from error
+    _log.info("%s runs by its own code up to its language model: %s", type(model).__name__, refused)
+    rest = Rest(front, inputs, example)
+    exported = exported_layers(
+        model, example, rest, own_loss=own_loss, device=device, before=[front.layer]
+    )
+    return [front.layer], exported
 
 
 def _own_loss(

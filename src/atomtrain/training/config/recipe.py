@@ -197,8 +197,7 @@ class Recipe:
     )
     train_tower: bool = option(
         False,
-        "Of a model that reads images (LLaVA): train what looks at them too, which else stays as "
-        "it is.",
+        "Of a model that reads images: train what looks at them too, which else stays as it is.",
         "",
     )
     precision: str = option(
@@ -282,8 +281,13 @@ class Recipe:
 
     @property
     def reads_images(self) -> bool:
-        """Whether rows have images beside text."""
+        """Whether the model takes images beside text."""
         return bool(getattr(self.sizes, "reads_images", False))
+
+    @property
+    def needs_images(self) -> bool:
+        """Whether all rows have images."""
+        return bool(getattr(self.sizes, "needs_images", False))
 
     @property
     def tokens_per_step(self) -> int:
@@ -349,9 +353,9 @@ class Recipe:
                 f"--train-tower is for models that read images, which {self.model} is not; leave "
                 "it out"
             )
-        if self.reads_images and self.packed:
+        if self.needs_images and self.packed:
             raise ConfigError("--packing is for texts, and the model reads images; leave it out")
-        if self.reads_images and self.objective != OBJECTIVES[0]:
+        if self.needs_images and self.objective != OBJECTIVES[0]:
             raise ConfigError(
                 f"--objective {self.objective} is for texts, and {self.model} reads images; leave "
                 "it out"

@@ -14,7 +14,7 @@ from atomtrain.analysis import chain_of, layer_costs
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.head.head import split_head, with_head_of
 from atomtrain.analysis.layers.chain import Chain
-from atomtrain.data.sampler import Batch, SamplerConfig
+from atomtrain.data.sampler import Batch
 from atomtrain.engine.calibration.machines import budget_bytes, host_memory_bytes
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.gpus import names_gpu
@@ -238,10 +238,8 @@ def example_of(
     With packing each has two documents: models that look at the data leave the mask out where
     nothing is masked.
     """
-    if recipe.reads_images:  # there must be as many tokens as the images have features
-        assert text is not None
-        config = SamplerConfig(context_tokens=recipe.context, sequences=micro_batch)
-        batch = text.material.sampler(config, "example").batch(0)
+    if text is not None and text.sees_images:  # as many tokens as the images have features
+        batch = text.largest(recipe.context, micro_batch)
         return objective.micro_batches(batch, micro_batch)[0]
     generator = torch.Generator().manual_seed(0)
     shape = (micro_batch, recipe.context)

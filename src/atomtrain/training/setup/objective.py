@@ -110,8 +110,8 @@ class NextToken(_LossOnly):
         entries = {"input_ids": batch.inputs}
         if batch.documents is not None:
             entries["position_ids"] = places(batch.documents)
-        if batch.pixels is not None:
-            entries["pixel_values"] = batch.pixels.flatten(0, 1)
+        if batch.images is not None:
+            entries.update(batch.images.together())
         return entries
 
     def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:

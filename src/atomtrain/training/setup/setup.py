@@ -27,7 +27,7 @@ from atomtrain.engine.state.precision import PRECISIONS
 from atomtrain.errors import ConfigError
 from atomtrain.files import require_writable
 from atomtrain.models import HuggingFaceConfig, make_model, make_outline
-from atomtrain.models.image_text import check_features
+from atomtrain.models.image_text import check_features, kind_of
 from atomtrain.models.neftune import with_noise
 from atomtrain.progress import Progress
 from atomtrain.settings import chosen
@@ -158,7 +158,8 @@ def _assemble(
     # Everything that can be refused is refused before the weights take memory.
     outline = make_outline(recipe.sizes, recipe.lora, train_tower=recipe.train_tower)
     outline = with_noise(outline, recipe.neftune_noise_alpha)
-    if recipe.reads_images:
+    kind = kind_of(outline)
+    if kind is not None and kind.alike:  # any other one counts them when it is analysed
         example = example_of(recipe, 1, objective, text)
         check_features(outline, example["input_ids"], example["pixel_values"], recipe.model)
     if recipe.precision in PRECISIONS:

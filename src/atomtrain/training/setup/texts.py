@@ -9,7 +9,14 @@ from typing import Literal, NamedTuple, TypeVar
 
 from atomtrain.data.chat import ChatTemplate, Encoder
 from atomtrain.data.corpus import Corpus, HoldOut, corpus_of_texts, read_corpus
-from atomtrain.data.dialogues import NoAnswerError, Plain, is_pair, understand, understand_judged
+from atomtrain.data.dialogues import (
+    NoAnswerError,
+    Plain,
+    is_pair,
+    names_images,
+    understand,
+    understand_judged,
+)
 from atomtrain.data.examples import Examples
 from atomtrain.data.labels import labels_in, understand_labelled
 from atomtrain.data.material import (
@@ -60,10 +67,21 @@ class Text(NamedTuple):
     """Rows that have no answer."""
     skipped: str | None = None
     """What is to be told of them."""
+    sees_images: bool = False
+    """Whether rows have images."""
 
     @property
     def named(self) -> str:
         return ", ".join(self.data) or "the demo corpus"
+
+    def largest(self, context: int, sequences: int) -> Batch:
+        """Return sequences whose images have most tokens, of data with images."""
+        sources = [s for s in self.material.sources if isinstance(s, ExampleMaterial) and s.look]
+        parts = [source.train(context) for source in sources]
+        found = joined([part.batch(part.largest(sequences)) for part in parts])
+        assert sources[0].look is not None
+        tokens = (found.inputs == sources[0].look.image_number).sum(-1)
+        return found.part(tokens.argsort(descending=True, stable=True)[:sequences])
 
 
 class _Answered:
@@ -160,12 +178,13 @@ def read_text(
         Mixture(materials[: len(weights)], weights, judged),
         sum(answered.skipped_rows for answered in reader.answered),
         "; ".join(filter(None, (answered.told for answered in reader.answered))) or None,
+        reader.sees_images,
     )
 
 
 def _check_images(sizes: Sizes, specs: Sequence[str], *, rows: bool, learns: Learns) -> None:
     """Refuse what a model that reads images does not learn from."""
-    if getattr(sizes, "reads_images", False) and (not rows or learns != "answers"):
+    if getattr(sizes, "needs_images", False) and (not rows or learns != "answers"):
         raise DataError(
             f"{', '.join(specs) or 'the demo corpus'} has {_KEYS.get(learns, 'running text')}, and "
             "the model reads images; give rows with messages that have texts and images"
@@ -218,6 +237,11 @@ class _Reader:
         self._pictures: PictureEncoder | None = None
         self._sizes, self._packed, self._learns = sizes, packed, learns
 
+    @property
+    def sees_images(self) -> bool:
+        """Whether rows have images."""
+        return self._pictures is not None
+
     def running(
         self, specs: Sequence[str | None], validation: str | None, hold_out: HoldOut, *, rows: bool
     ) -> list[tuple[Material, str]]:
@@ -239,7 +263,7 @@ class _Reader:
         assert isinstance(self._sizes, HuggingFaceConfig)
         encoder = Encoder(self.tokenizer, ChatTemplate(self._sizes.files))
         separator, answered = self.tokenizer.separator, self._answered(spec)
-        if self._sizes.reads_images:
+        if self._sees(spec):
             return self._with_pictures(spec, answered, hold_out)
         if self._sizes.labels is not None:  # a head looks at what stands before the padding
             separator = padding_of(self._sizes.config, separator)
@@ -262,6 +286,20 @@ class _Reader:
             examples = Examples(answered.through(encoder.encode), spec, 1, hold_out)
             material = ExampleMaterial(examples, self._packed, separator)
         return material, material.examples.counts.sha256
+
+    def _sees(self, spec: str) -> bool:
+        """Return whether rows are to be read with their images."""
+        assert isinstance(self._sizes, HuggingFaceConfig)
+        if self._sizes.needs_images or self._pictures is not None:
+            return True
+        if not self._sizes.reads_images or self._learns != "answers":
+            return False
+        first = next(iter(read_rows(spec)), None)
+        if first is None or not names_images(first):
+            return False
+        if self._packed:
+            raise DataError(f"{spec} has images, and --packing is for texts; leave it out")
+        return True
 
     def _with_pictures(
         self, spec: str, answered: _Answered, hold_out: HoldOut

@@ -44,7 +44,7 @@ from atomtrain.models.hugging_face import (
     model_folder,
     read_config,
 )
-from atomtrain.models.image_text import freeze_tower, pixels_of, tower_of
+from atomtrain.models.image_text import freeze_tower, kind_of, pixels_of
 from atomtrain.models.lora import add_adapters
 from atomtrain.models.lora_config import LoraConfig
 from atomtrain.models.making import parameter_count
@@ -136,7 +136,8 @@ class Subject:
             if head is not None:  # one a sequence; of a reward model a number
                 labels = ids[:, 0] if head.out_features > 1 else ids[:, 0].float()
             example = {"input_ids": ids, "labels": labels}
-            if tower_of(self.model) is not None:
+            kind = kind_of(self.model)
+            if kind is not None and kind.alike:  # of any other one data decide how large images are
                 example["pixel_values"] = pixels_of(self.model, sequences)
             traced = chain_of(self.model, example)
             chain = traced.chain

@@ -1,0 +1,272 @@
+"""What a model does before its language model, by its own code, as the first layer of its chain.
+
+Where a model reads images, data often decide what runs: into how many patches an image is cut, or
+how many images there are. That cannot be exported. So this layer runs the model's own forward, as
+it is, up to the call of the language model; what that is given are the values that the layer
+writes. They have the same shapes in every micro-batch, images may have any. What follows is
+exported as with any other model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from atomtrain.analysis.export.structure import NotPlainError, put_together, taken_apart
+from atomtrain.analysis.layers.chain import Layer
+from atomtrain.analysis.layers.known_data import known_data
+from atomtrain.analysis.layers.micro_batch import Inputs, MicroBatch, Spec
+from atomtrain.errors import AnalysisError, ConfigError, reason_of
+
+NAME = "front"
+_FEATURES, _PLACES, _ADD = "deepstack_visual_embeds", "visual_pos_masks", "_deepstack_process"
+"""Of models that add features to the hidden states of some layers: as many as there are places."""
+
+
+class _ReachedError(Exception):
+    """Ends a forward where enough of it has run."""
+
+
+class _Found(NamedTuple):
+    """What is known of the language model's call once the front has run."""
+
+    skeleton: Any
+    """Of its arguments; tensors are those of the micro-batch and then those of `specs`."""
+    specs: tuple[Spec, ...]
+    """Of the values that the front makes."""
+    output: type
+    """What the model around the language model returns."""
+
+
+class Front(nn.Module):
+    """Runs a model up to its language model; returns the tensors that this would be given."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, example: MicroBatch) -> None:
+        """Take the modules before the language model.
+
+        Args:
+            model: One that holds a language model (`language_of`).
+            inputs: Of the example.
+            example: A micro-batch with data.
+
+        Raises:
+            AnalysisError: the model does not run, or does not call its language model.
+        """
+        super().__init__()
+        whole: Any = model
+        self._base, self._language = _Aside(whole.base_model), _Aside(language_of(model))
+        for name, child in whole.base_model.named_children():
+            if child is not self._language.value:
+                self.add_module(name, child)
+        self.input_embeddings = whole.get_input_embeddings()
+        self._call: Callable[..., Any] = functools.partial(inputs.call, model)
+        self._example = _Aside([tensor.detach().cpu() for tensor in inputs.tensors(example)])
+        self._names = inputs.tensor_names
+        self._found: _Found | None = None
+        with FakeTensorMode(), torch.no_grad():
+            given = [torch.empty(t.shape, dtype=t.dtype) for t in self._example.value]
+            _run_without_data(self, given)
+        assert self._found is not None
+        made = [f"{NAME}/{index}" for index in range(len(self._found.specs))]
+        self.layer: Layer = Layer(NAME, self, tuple(self._names), tuple(made))
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with unchanged(self._base.value):
+            if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+                return self._made(tensors)
+            with known_data(zip(tensors, self._example.value, strict=True)):
+                return self._made(tensors)
+
+    def _made(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        arguments, output = self._reached(tensors)
+        found = list(tensors)
+        try:
+            skeleton = taken_apart(arguments, found)
+        except NotPlainError as error:
+            raise AnalysisError(
+                f"the language model is given a {error}, not only tensors and plain values; give "
+                "use_cache=False, or name the layers with layers=[...]"
+            ) from error
+        made = tuple(found[len(tensors) :])
+        specs = tuple(Spec(tuple(tensor.shape), tensor.dtype) for tensor in made)
+        if self._found is None:
+            self._found = _Found(skeleton, specs, output)
+        elif (skeleton, specs) != self._found[:2]:
+            raise ConfigError(
+                "a micro-batch gives the language model other shapes or values than the example "
+                f"({_told(specs)} instead of {_told(self._found.specs)}); pad its tokens, or swap "
+                "the model with such an example"
+            )
+        return made
+
+    def _reached(self, tensors: Sequence[Tensor]) -> tuple[Any, type]:
+        """Return the arguments of the language model, and the type of what is around it."""
+        given: list[Any] = []
+        output: list[type] = []
+        around = self._base.value.forward
+
+        def language(*args: Any, **kwargs: Any) -> Any:
+            given.append((args, _dense(_without_cache(kwargs))))
+            if self._found is not None:
+                raise _ReachedError
+            return _Output(last_hidden_state=kwargs.get("inputs_embeds"))
+
+        def base(*args: Any, **kwargs: Any) -> Any:
+            output.append(type(around(*args, **kwargs)))
+            raise _ReachedError
+
+        with (
+            _instead(self._language.value, "forward", language),
+            _instead(self._base.value, "forward", base),
+            suppress(_ReachedError),
+        ):
+            self._call(tensors)
+        if not given:
+            raise AnalysisError("forward does not call its language model")
+        return given[0], output[0] if output else type(None)
+
+
+class Rest:
+    """The model from its language model on: what export takes in place of the micro-batch."""
+
+    def __init__(self, front: Front, inputs: Inputs, example: MicroBatch) -> None:
+        assert front._found is not None
+        self._front, self._inputs, self._found = front, inputs, front._found
+        self._given = inputs.tensors(example)
+        self.tensor_names = [*front._names, *front.layer.writes]
+
+    def tensors(self, example: MicroBatch) -> list[Tensor]:
+        """Return the tensors of the micro-batch, and those of the front, without data."""
+        made = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in self._found.specs]
+        return [*self._inputs.tensors(example), *made]
+
+    def call(self, model: nn.Module, tensors: Sequence[Tensor]) -> Any:
+        """Call the model with a front that has run."""
+        args, kwargs = put_together(self._found.skeleton, tensors)
+
+        def base(*_: Any, **__: Any) -> Any:
+            output = language_of(model)(*args, **kwargs)
+            names = {field.name for field in fields(self._found.output)}
+            return self._found.output(**{k: v for k, v in output.items() if k in names})
+
+        front = self._front
+        with (
+            _instead(front._base.value, "forward", base),
+            _instead(front._language.value, _ADD, _add_dense),
+        ):
+            return self._inputs.call(model, tensors[: len(self._given)])
+
+
+def has_front(model: nn.Module, example: Sequence[Tensor]) -> bool:
+    """Return whether a model holds a language model beside other parts, and there are data."""
+    if any(tensor.is_meta for tensor in example):
+        return False
+    language, base = language_of(model), getattr(model, "base_model", None)
+    if language is None or base is None or language is base or language is model:
+        return False
+    return any(child is language for child in base.children())
+
+
+def language_of(model: nn.Module) -> Any:
+    """Return the language model that a model holds, perhaps itself; `None`: it does not say."""
+    find = getattr(model, "get_decoder", None)
+    return None if find is None else find()
+
+
+class _Aside:
+    """Something that is not a part of the module that holds this."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _Output(dict[str, Any]):
+    """What a language model returns, for who only hands it on: its entries are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
+
+
+def _run_without_data(front: Front, given: Sequence[Tensor]) -> None:
+    named = (
+        *front.named_parameters(remove_duplicate=False),
+        *front.named_buffers(remove_duplicate=False),
+    )
+    tensors = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in named}
+    try:
+        Layer(NAME, front, (), ()).call(tensors, given)
+    except (AnalysisError, ConfigError):
+        raise
+    except Exception as error:  # whatever forward raises
+        raise AnalysisError(
+            f"its own code cannot run without data up to its language model ({reason_of(error)})"
+        ) from error
+
+
+def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments without caches that are empty: a language model makes such by itself."""
+    return {
+        name: None if hasattr(value, "get_seq_length") and not value.get_seq_length() else value
+        for name, value in kwargs.items()
+    }
+
+
+def _dense(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments with features in their places among zeros, `[B, T, D]` each."""
+    features, places = kwargs.get(_FEATURES), kwargs.get(_PLACES)
+    if features is None or places is None:
+        return kwargs
+    dense = []
+    for each in features:
+        zeros = each.new_zeros(*places.shape, each.shape[-1])
+        dense.append(zeros.masked_scatter(places.unsqueeze(-1), each))
+    return {**kwargs, _FEATURES: dense}
+
+
+def _add_dense(hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
+    """Add features in their places, to the same bits as where they are picked out."""
+    return torch.where(places.unsqueeze(-1), hidden + features.to(hidden.dtype), hidden)
+
+
+@contextmanager
+def _instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Have a function in the place of a method."""
+    own = vars(module)
+    before = own.get(name)
+    own[name] = function
+    try:
+        yield
+    finally:
+        if before is None:
+            del own[name]
+        else:
+            own[name] = before
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Give modules the attributes back that they have now.
+
+    Those set meanwhile may have no data, or be of a micro-batch and mislead who generates next.
+    """
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for own, known in before:
+            for name in [name for name in own if name not in known]:
+                del own[name]
+            own.update(known)
+
+
+def _told(specs: Sequence[Spec]) -> str:
+    return ", ".join(str(list(spec.shape)) for spec in specs)

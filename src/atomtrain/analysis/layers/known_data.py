@@ -1,0 +1,95 @@
+"""Tensors without data of which the data are known nevertheless: what depends on them is computed.
+
+Where data decide what runs, tensors without data lead nowhere. While this mode is on, an operation
+on known tensors alone really runs, beside the one without data; so a number that the model reads
+from them is known, and so are the shapes that it makes of such numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+@contextmanager
+def known_data(known: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Compute on the data behind fake tensors, as far as they are known.
+
+    Args:
+        known: Fake tensors with their data, which are on the processor.
+    """
+    with _KnownData(known), _ReadNumbers():
+        yield
+
+
+class _ReadNumbers(TorchFunctionMode):
+    """Reads tensors of which a new one is made; they are read past all operations otherwise."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.tensor:
+            args = tree_map(lambda v: v.tolist() if isinstance(v, FakeTensor) else v, args)
+        return func(*args, **(kwargs or {}))
+
+
+class _KnownData(TorchDispatchMode):
+    def __init__(self, known: Iterable[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._data = WeakTensorKeyDictionary()
+        for fake, data in known:
+            self._data[fake] = data
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if _RANDOM not in func.tags and all(self._is_known(tensor) for tensor in given):
+            return self._computed(func, args, kwargs, given)
+        for described, value in zip(func._schema.arguments, args, strict=False):
+            if described.alias_info is not None and described.alias_info.is_write:
+                for tensor in tree_leaves(value):
+                    if isinstance(tensor, Tensor):
+                        self._data.pop(tensor, None)
+        return func(*args, **kwargs)
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Return whether there are data; numbers in the model's code are real tensors at first."""
+        return tensor in self._data or not isinstance(tensor, FakeTensor)
+
+    def _computed(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+        def data_of(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return self._data.get(value, value)
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+
+        fakes = {id(data_of(tensor)): tensor for tensor in given if tensor in self._data}
+        own_args, own_kwargs = tree_map(data_of, (args, kwargs))
+        with _disable_current_modes(), torch.no_grad():
+            result = func(*own_args, **own_kwargs)
+        if func is _NUMBER:
+            return result
+
+        def fake_of(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) in fakes:  # an operation in place returns what it was given
+                return fakes[id(value)]
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            self._data[fake] = value
+            return fake
+
+        return tree_map(fake_of, result)

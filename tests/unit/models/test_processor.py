@@ -1,0 +1,89 @@
+"""Processors of models that cut images by their size: bounds on what a stranger's files say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from atomtrain.data.tokenizer import read_tokenizer
+from atomtrain.errors import ConfigError, DataError
+from atomtrain.models.hugging_face import HuggingFaceConfig, read_config
+from atomtrain.models.processor import Processor
+from tests.support.vision_folders import FAMILIES, write_vision
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("families")
+    for name in ("qwen2_5_vl", "idefics3", "gemma3", "smolvlm"):
+        write_vision(made / name, name)
+    return made
+
+
+def processor_of(folder: Path, **settings: Any) -> Processor:
+    """Return a folder's processor, its image processor with other settings."""
+    sizes = read_config(folder)
+    files = dict(sizes.files)
+    whole = json.loads(files.get("processor_config.json", "{}"))
+    images = whole.get("image_processor") or json.loads(files["preprocessor_config.json"])
+    whole["image_processor"] = {**images, **settings}
+    files["processor_config.json"] = json.dumps(whole)
+    changed = HuggingFaceConfig(
+        config=sizes.config, vocabulary=sizes.vocabulary, context=sizes.context,
+        width=sizes.width, files=files,
+    )  # fmt: skip
+    return Processor(changed, read_tokenizer(folder).to_json())
+
+
+def test_patches_are_as_many_as_a_picture_has_room_for(folders: Path) -> None:
+    processor = processor_of(folders / "qwen2_5_vl")
+    pictures = [Image.new("RGB", (16, 30)), Image.new("RGB", (40, 10))]
+    asked = " and ".join([FAMILIES["qwen2_5_vl"].image] * 2)
+    seen = processor.read(asked, pictures)
+    grids = seen.images["image_grid_thw"]
+    assert grids.tolist() == [[1, 8, 4], [1, 2, 10]]
+    assert len(seen.images["pixel_values"]) == int(grids.prod(-1).sum()) == 52
+    assert seen.tokens.count(processor.image_number) == 52 // 4
+    again = processor.images(pictures)
+    assert again.keys() == seen.images.keys()
+    assert all(torch.equal(again[name], seen.images[name]) for name in again)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "told"),
+    [
+        ("qwen2_5_vl", {"size": {"shortest_edge": 1, "longest_edge": 1 << 27}}, "numbers from 0"),
+        ("qwen2_5_vl", {"temporal_patch_size": 4096, "max_pixels": 1 << 20}, "which is too much"),
+        ("qwen2_5_vl", {"patch_size": 5000}, "says patch_size 5000"),
+        ("idefics3", {"max_image_size": {"longest_edge": 1}}, "tiles of 1"),
+        ("gemma3", {"do_pan_and_scan": True}, "cuts images .do_pan_and_scan."),
+    ],
+)
+def test_settings_that_make_pictures_huge_are_refused(
+    folders: Path, name: str, settings: Any, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        processor_of(folders / name, **settings)
+
+
+def test_more_patches_than_a_row_can_have_are_not_made(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = processor_of(folders / "qwen2_5_vl")
+    monkeypatch.setattr("atomtrain.models.processor._MOST_TOKENS", 3)
+    with pytest.raises(DataError, match="its images have more than 3 patches"):
+        processor.images([Image.new("RGB", (16, 30))])
+
+
+def test_a_package_that_a_processor_lacks_is_told(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "transformers.models.smolvlm.processing_smolvlm.num2words"
+    monkeypatch.setattr(module, None)
+    with pytest.raises(ConfigError, match=r"needs more: .*pip install num2words"):
+        processor_of(folders / "smolvlm")
