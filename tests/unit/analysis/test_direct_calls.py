@@ -97,6 +97,16 @@ def test_others_stay_as_they_are() -> None:
     assert direct(aten.slice.Tensor) is aten.slice.Tensor
 
 
+def test_what_functions_take_by_name_only_stays_with_the_operation() -> None:
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    by_place = (given, torch.float64, False, False, torch.contiguous_format)
+    graph.output((graph.call_function(aten.to.dtype, by_place),))
+    (result,) = function_of(graph)(torch.ones(2, 3).t())
+    assert result.is_contiguous()
+    assert result.dtype is torch.float64
+
+
 def test_a_function_does_not_change_with_its_graph() -> None:
     graph = fx.Graph()
     given = graph.placeholder("given")

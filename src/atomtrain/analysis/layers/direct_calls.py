@@ -54,8 +54,19 @@ _DIRECT: dict[Any, Callable[..., Any]] = {
 """Functions that take the operation's arguments, by place and by name, as the operation does."""
 
 
-def direct(operation: Any) -> Callable[..., Any]:
-    """Return the fastest function that does what an operation does, or the operation."""
+_MOST_BY_PLACE = {aten.to.dtype: 4}
+"""How many arguments functions take by place that take fewer so than their operations."""
+
+
+def direct(operation: Any, by_place: int = 0) -> Callable[..., Any]:
+    """Return the fastest function that does what an operation does, or the operation.
+
+    Args:
+        operation: Which one.
+        by_place: How many arguments it is given by place.
+    """
+    if by_place > _MOST_BY_PLACE.get(operation, by_place):
+        return operation  # type: ignore[no-any-return]
     function: Callable[..., Any] = _DIRECT.get(operation, operation)
     return function
 
@@ -67,6 +78,6 @@ def function_of(graph: fx.Graph) -> Callable[..., Any]:
     for node in copy.nodes:
         node.meta.clear()
         if node.op == "call_function":
-            node.target = direct(node.target)
+            node.target = direct(node.target, len(node.args))
     function: Callable[..., Any] = fx.GraphModule(nn.Module(), copy).forward
     return function
