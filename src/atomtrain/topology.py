@@ -48,6 +48,7 @@ def machine() -> dict[str, str | int]:
 
 
 def memory_bytes() -> int:
+    """Return the bytes of physical memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -135,8 +135,6 @@ def run_prove(arguments: Sequence[str]) -> int:
 
 
 def table(proof: Proof) -> str:
-    from atomtrain.units import format_bytes
-
     lines = [
         f"{proof.parameters:,} parameters; ordinary training holds "
         f"{format_bytes(proof.state_bytes)} on the device",

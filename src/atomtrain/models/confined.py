@@ -151,6 +151,10 @@ _ABSENT: Any = object()
 def checked_config(stored: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Return a configuration without what leads to code and changes nothing.
 
+    Args:
+        stored: Content of a `config.json`.
+        what: How messages call it.
+
     Raises:
         ConfigError: it asks for what is not built here, or a size cannot be.
     """

@@ -159,6 +159,7 @@ class NewHead(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, seed: int) -> NewHead:
+        """Return that of a model, which may be on the meta device."""
         std = getattr(model.config, "initializer_range", _USUAL_STD)
         if not isinstance(std, int | float) or not 0 < std < 1:
             std = _USUAL_STD

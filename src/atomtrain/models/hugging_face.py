@@ -134,6 +134,9 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
 
     An id that is not there is downloaded, unless `HF_HUB_OFFLINE` is set.
 
+    Args:
+        weights: Whether they are needed; else of an id only what describes the model is.
+
     Raises:
         ConfigError: there is no such folder or model.
     """

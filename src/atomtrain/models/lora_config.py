@@ -87,6 +87,7 @@ class LoraConfig:
 
 
 def rounds_of(init: str) -> int | None:
+    """Return N of `pissa_niter_N`, `None` for another."""
     found = _ROUNDS.fullmatch(init)
     return None if found is None else int(found[1])
 

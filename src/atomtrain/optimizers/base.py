@@ -184,6 +184,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
 
 def check_adamw_group(group: Mapping[str, Any]) -> None:
+    """Raise a `ConfigError` if a number of AdamW is out of range."""
     check_rates(group)
     betas = group["betas"]
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
@@ -197,12 +198,14 @@ def check_adamw_group(group: Mapping[str, Any]) -> None:
 
 
 def check_rates(group: Mapping[str, Any]) -> None:
+    """Raise a `ConfigError` if learning rate or weight decay is out of range."""
     for name in ("lr", "weight_decay"):
         if not 0 <= float(group[name]) < math.inf:
             raise ConfigError(f"{name} must be at least 0 and finite, not {float(group[name])}")
 
 
 def check_momentum(group: Mapping[str, Any]) -> None:
+    """Raise a `ConfigError` if the momentum is out of range."""
     if not 0 <= group["momentum"] < 1:
         raise ConfigError(f"momentum must be at least 0 and below 1, not {group['momentum']}")
 

@@ -66,6 +66,7 @@ UNSCALED = Scaling()
 
 
 def check_master(name: object) -> None:
+    """Raise a `ConfigError` if there is no such format."""
     if name not in KEYS:
         raise ConfigError(
             f"master {name!r} is no format of masters.{nearest(str(name), KEYS)} "

@@ -57,6 +57,7 @@ Tensors = tuple[Tensor, ...]
 
 
 def check_format(name: object) -> None:
+    """Raise a `ConfigError` if there is no such format."""
     if name not in _DTYPES:
         raise ConfigError(
             f"state {name!r} is no format of moments.{nearest(str(name), _DTYPES)} "
@@ -77,6 +78,7 @@ def new_state(parameter: Tensor, kind: str) -> dict[str, Tensor]:
 
 
 def part_bytes(parameter: Tensor, kind: str) -> dict[str, int]:
+    """Return the bytes of each tensor of a parameter's moments."""
     blocks = -(-parameter.numel() // BLOCK)
     return {
         key: dtype.itemsize * (blocks if key.endswith("_scale") else parameter.numel())
@@ -226,7 +228,12 @@ def salts(gradient: Tensor, factor: float, coefficient: Tensor | None = None) ->
 
 
 def starts(seed: int, step: int, drawn: Sequence[int]) -> list[tuple[int, int]]:
-    """Return where the random numbers of both moments begin, for each slice."""
+    """Return where the random numbers of both moments begin, for each slice.
+
+    Args:
+        step: Of the parameter, from 1.
+        drawn: What `salts` returned.
+    """
     begins = (index * SLICE for index in range(len(drawn)))
     return [
         (companding.start(*words, _FIRST), companding.start(*words, _SECOND))

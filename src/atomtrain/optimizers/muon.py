@@ -97,6 +97,7 @@ class Muon(HostOptimizer):
         super().add_param_group(param_group)
 
     def flops_of(self, parameter: Tensor) -> int:
+        """Return the FLOPs of the matrix products in a parameter's update."""
         if self._group_of(parameter)["algorithm"] != "muon":
             return 0
         short, long = sorted(parameter.shape)

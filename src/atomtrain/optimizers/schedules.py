@@ -11,6 +11,7 @@ KINDS = ("constant", "cosine", "linear", "wsd")
 
 
 def check_kind(kind: str) -> None:
+    """Raise a `ConfigError` if there is no schedule of this kind."""
     if kind not in KINDS:
         raise ConfigError(
             f"there is no schedule {kind!r}.{nearest(kind, KINDS)} Schedules: {', '.join(KINDS)}"

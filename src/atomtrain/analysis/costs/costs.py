@@ -79,6 +79,7 @@ class ValueSpec(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
+        """Bytes of the value, 0 if it is no tensor."""
         if self.dtype is None:
             return 0
         return torch.Size(self.shape).numel() * self.dtype.itemsize

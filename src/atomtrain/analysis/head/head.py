@@ -138,6 +138,10 @@ def split_head_as_needed(
 
     Fewer, where more would hardly save anything: the weight's gradient is there anyway. Unchanged
     where the head is no such layer.
+
+    Args:
+        chain: With the unsplit head.
+        device: As for `layer_costs`.
     """
     enough_bytes = max((_work_bytes(cost) for cost in costs.layers[:-1]), default=0)
     best, best_bytes = chain, _work_bytes(costs.layers[-1])
@@ -157,6 +161,10 @@ def split_head_as_needed(
 
 def with_head_of(chain: Chain, costs: ChainCosts, device: torch.device | str = "cpu") -> ChainCosts:
     """Return the costs of a split chain; only its last layer is measured.
+
+    Args:
+        chain: As `split_head` returns it.
+        costs: Of the chain before its head was split, or split otherwise.
 
     Raises:
         AnalysisError: as `layer_costs`.

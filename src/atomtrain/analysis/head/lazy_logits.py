@@ -73,6 +73,7 @@ class LazyLogits:
         return self
 
     def float(self) -> LazyLogits:
+        """Return the logits as float32."""
         return self.to(torch.float32)
 
     def to(self, dtype: torch.dtype) -> LazyLogits:

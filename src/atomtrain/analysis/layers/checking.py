@@ -154,6 +154,10 @@ def check_chain(model: nn.Module, traced: Traced, example: MicroBatch) -> None:
     whole model saves for backward. Not compared are a model that does not repeat itself, and one
     that tells its layers, or whose modules are its layers.
 
+    Args:
+        model: Its weights are in the host's memory.
+        traced: Of the model, as on the processor.
+
     Raises:
         AnalysisError: they differ; names the first of them.
     """

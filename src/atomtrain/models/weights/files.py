@@ -92,6 +92,7 @@ class WeightFiles:
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
         return sum(entry.size_bytes for entry in self.entries.values())
 
     def read_into(self, name: str, target: Tensor) -> None:

@@ -164,7 +164,12 @@ class Costing:
     def table(
         self, phase: Phase, place: Place, *, load: bool, activation: Activation = "recompute"
     ) -> VisitTable:
-        """Return the seconds of a visit to each segment."""
+        """Return the seconds of a visit to each segment.
+
+        Args:
+            place: What is resident, and where values wait.
+            activation: What happens to what forward saves; nothing else than `recompute` in turn.
+        """
         key = (phase, place, load, activation)
         if key not in self._tables:
             moved = self.traffic.moved(place.resident, place.on_device)
@@ -174,7 +179,11 @@ class Costing:
         return self._tables[key]
 
     def disk_work(self, on_device: Collection[int] = ()) -> DiskWork | None:
-        """Return what all updates take, if they go on in the next forward or state is on disk."""
+        """Return what all updates take, if they go on in the next forward or state is on disk.
+
+        Args:
+            on_device: Blocks that are updated on the device, when their gradients are complete.
+        """
         use, clips = self._disk, self._clips
         others = self._host_only.union(on_device)
         host = (b.host_work for i, b in enumerate(self._updated) if i not in others)
@@ -205,7 +214,11 @@ def spans_of(
     clips: bool = False,
     updates: UpdateModel | None = None,
 ) -> list[Span]:
-    """Return the predicted spans of one step of a plan."""
+    """Return the predicted spans of one step of a plan.
+
+    Args:
+        states: The optimizer's state of each parameter, if part of it is on disk.
+    """
     if not plan.remakes:
         given = given.sending_all()
     chain, costs, count = given.chain, given.costs, plan.host_layers

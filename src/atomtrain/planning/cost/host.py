@@ -91,7 +91,12 @@ def host_time(
     disk: DiskUse,
     updates: UpdateModel,
 ) -> HostTime:
-    """Return what a step takes longer for its leading layers on the host."""
+    """Return what a step takes longer for its leading layers on the host.
+
+    Args:
+        chain: The whole model.
+        disk: Of the whole chain.
+    """
     if not host_layers:
         return HostTime()
     layers = costs.layers[:host_layers]

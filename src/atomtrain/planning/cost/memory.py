@@ -204,7 +204,12 @@ class MemoryModel:
         activation: Activation = "recompute",
         on_device: bool = False,
     ) -> int:
-        """Return the peak of a visit beside what is held, the window, and other kept segments."""
+        """Return the peak of a visit beside what is held, the window, and other kept segments.
+
+        Args:
+            activation: What happens to what the segment saves; the turn has none of it.
+            on_device: Whether blocks are updated on the device.
+        """
         scratch = self.device_scratch_bytes if on_device else 0
         of, count = self._all.of(start, stop), self.micro_batches
         return int(visit_bytes(phase, of, count, boundary, activation, scratch))

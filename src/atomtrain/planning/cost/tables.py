@@ -199,6 +199,7 @@ class VisitTable:
         self._share = basis.machine.both_ways_share if self._backward else 1.0
 
     def at(self, start: int, stop: int) -> VisitTime:
+        """Return the seconds of the visit to one segment."""
         fields = (getattr(self, name) for name in VisitTime._fields)
         return VisitTime(*(float(column[start, stop]) for column in fields))
 

@@ -111,6 +111,7 @@ def choices(request: DiskRequest | None, devices: int = 1) -> list[OnDisk]:
 
 
 def paged(n_bytes: int) -> int:
+    """Return a size rounded up to whole pages, bytes."""
     return -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
 
 

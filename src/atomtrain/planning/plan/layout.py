@@ -110,6 +110,7 @@ class Layout:
         return self.total_bytes + self.gradient_factor * self.gradients.total_bytes
 
     def block_arena_bytes(self, block: int) -> int:
+        """Return the bytes of a block and its gradients."""
         start, stop = self.gradient_range(block)
         return self.block_bytes(block) + stop - start
 
@@ -132,7 +133,11 @@ class Layout:
         return [*range(start, stop), *shared]
 
     def pieces(self, start: int, stop: int, resident: Collection[int] = ()) -> list[Piece]:
-        """Return the ranges that layers `start` to `stop` need, with their places in a slot."""
+        """Return the ranges that layers `start` to `stop` need, with their places in a slot.
+
+        Args:
+            resident: Blocks that have places of their own and need none in the slot.
+        """
         pieces: list[Piece] = []
         cursor = 0
         for block in self.blocks_of(start, stop):
@@ -148,6 +153,7 @@ class Layout:
         return pieces
 
     def segment_bytes(self, start: int, stop: int, resident: Collection[int] = ()) -> int:
+        """Return the slot bytes that layers `start` to `stop` occupy."""
         blocks = self.blocks_of(start, stop)
         return sum(self.block_bytes(block) for block in blocks if block not in resident)
 

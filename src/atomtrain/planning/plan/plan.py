@@ -233,7 +233,12 @@ class Region(NamedTuple):
 def memory_map(
     chain: Chain, plan: Plan, optimizer_state_bytes: int, devices: int = 1
 ) -> list[Region]:
-    """Return all regions; those of each place add up to what the plan says of it."""
+    """Return all regions; those of each place add up to what the plan says of it.
+
+    Args:
+        optimizer_state_bytes: Of all parameters, in host memory.
+        devices: How many share the host; the regions on the device are those of each of them.
+    """
     layout = Layout(chain)
     host = _host(layout, plan, optimizer_state_bytes, devices)
     return [*host, *_device(chain, layout, plan)]

@@ -96,6 +96,9 @@ def work_of(parameter: Tensor, state_bytes: float, flops: float = 0.0) -> Work:
     """Return what updating a tensor takes by a roofline: memory traffic or matrix products.
 
     Parameter and state are read and written, the gradient (of the parameter's type) is read.
+
+    Args:
+        flops: Of matrix products in its update.
     """
     moved_bytes = 3 * parameter.numel() * parameter.element_size() + 2 * state_bytes
     host = max(moved_bytes, flops / _HOST_FLOPS_PER_BYTE) / ADAMW_BYTES

@@ -106,6 +106,7 @@ class Mixed:
         return float(np.maximum(compute + alone, loads).min())
 
     def best(self, room: Room, below_s: float) -> Found | None:
+        """Return the fastest plan with this room, or `None` if none is faster than `below_s`."""
         fits = (room.segments >= 0).any(axis=0)
         loads = np.where(fits, self._visits.backward().loading_s, 0.0)
         self._most_load_s = loads.max(axis=0)

@@ -52,6 +52,7 @@ class Analysis(NamedTuple):
 
     @property
     def parameters(self) -> int:
+        """Number of parameters, shared weights counted once."""
         return sum(parameter.numel() for parameter in self.chain.parameters)
 
     @property
@@ -61,6 +62,7 @@ class Analysis(NamedTuple):
 
     @property
     def parameter_bytes(self) -> int:
+        """Bytes of the parameters, shared weights counted once."""
         return sum(p.numel() * p.element_size() for p in self.chain.parameters)
 
     @property
@@ -160,6 +162,7 @@ class Prospect:
 
     @property
     def spans(self) -> list[Span]:
+        """The predicted step on each stream, seconds from its beginning."""
         analysis = self.analysis
         given = Given(
             chain=analysis.chain, costs=analysis.costs, times=self.times, machine=self.machine

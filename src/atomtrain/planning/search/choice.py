@@ -137,6 +137,7 @@ class Recomputing(_BySize):
         self._optimum = optimum
 
     def best(self, below_s: float) -> Found | None:
+        """Return the fastest plan that fits, or `None` if none is faster than `below_s`."""
         hopeful = set(self._hopeful(below_s))
         some = self._space.different(self._family, self._device_bytes) if hopeful else ()
         parts = [
@@ -166,6 +167,7 @@ class Mixing(_BySize):
         return self._loosest(self._hopeful(below_s), below_s)
 
     def best(self, below_s: float) -> Found | None:
+        """Return the fastest plan that fits, or `None` if none is faster than `below_s`."""
         return self._best(self._hopeful(below_s), below_s)
 
     def _best(self, sizes: Sequence[int], below_s: float) -> Found | None:

@@ -44,6 +44,7 @@ class Lasting(NamedTuple):
 
     @classmethod
     def of(cls, table: VisitTable, start: int | Starts, stop: int) -> Lasting:
+        """Return the seconds of segments that begin at one layer, or at several, and end at one."""
         return cls(*(getattr(table, name)[start, stop] for name in cls._fields))
 
 

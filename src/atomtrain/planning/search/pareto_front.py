@@ -60,6 +60,7 @@ class Ways(NamedTuple):
     def of(
         cls, values: Array, *, segments: Any, window: bool, choice: Any, before: int, label: Any
     ) -> Ways:
+        """Return ways with these notes; each is a number, or `[n]`."""
         notes = np.empty((len(values), _NOTES), int)
         for column, note in enumerate((segments, window, choice, before, label)):
             notes[:, column] = note
@@ -90,6 +91,7 @@ Pending = dict[int, list[Ways]]
 
 
 def add(pending: Pending, cuts: Whole, ways: Ways) -> None:
+    """Note where ways lead; `cuts` is `[n]`."""
     if not cuts.size:
         return
     order = np.argsort(cuts, kind="stable")
@@ -123,8 +125,8 @@ class Rest:
         family: Family,
         disk: DiskWork | None,
     ) -> None:
-        """`ahead` and `back` are visits, `ahead_s` and `back_s` compute below each cut, `[cut]`, of
-        forward, and of recomputing and backward."""
+        """`ahead` and `back` have the seconds of visits, `ahead_s` and `back_s` those of compute
+        below each cut, `[cut]`: of forward, and of recomputing and backward."""
         self._overlap, self._single = family.slots > 1, family.gradient_buffers == 1
         self._working_s = 0.0 if disk is None else disk.working_s
         self.forward_s = np.maximum(ahead_s + ahead.loading_s[0, 1], ahead.loading_s[0])
@@ -193,6 +195,7 @@ class Visits:
         self._overlap = family.slots > 1
 
     def forward(self, activation: Activation = "recompute") -> VisitTable:
+        """Return the seconds of forward's visits."""
         return self._table(Phase.FORWARD, activation)
 
     def backward(self, activation: Activation = "recompute", *, load: bool = True) -> VisitTable:

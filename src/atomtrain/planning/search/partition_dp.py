@@ -108,6 +108,7 @@ class Optimum:
         )
 
     def best(self, allowed: Allowed, below_s: float = np.inf) -> Found | None:
+        """Return the fastest allowed plan, or `None` if none is faster than `below_s`."""
         most_load_s = float(self._backward.loading_s[allowed.backward].max(initial=0.0))
         self._clocks = Clocks(self._family, self._disk, most_load_s)
         forward = self._forwards(allowed)

@@ -206,7 +206,6 @@ class Space:
                     Family(resident, k, g, boundary, False, there)
                     for k, g in itertools.product(slots, buffers)
                 ]
-            # A single segment comes at once.
             if request.segments in (None, 1):
                 families.append(Family(resident, 1, 1, boundary, True, there))
         return families

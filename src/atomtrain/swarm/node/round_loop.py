@@ -67,6 +67,8 @@ class Rounds:
         """Whether this peer takes part."""
         self._leading: asyncio.Task[None] | None = None
         self._proposing = False
+        self._lost_s: float | None = None
+        """Since when this peer is alone because others do not answer."""
         self._following: dict[str, RoundMember] = {}
         self._last: tuple[Invite, Begin] | None = None
 
@@ -109,11 +111,12 @@ class Rounds:
             order = context.group(agenda.next_round)
             if order == [context.peer_id]:
                 # An anchor made alone is one that the others refuse, or have to try.
-                if context.roster.may_answer_again:
+                if self._waits_for_others(loop.time()):
                     agenda.ask_again(loop.time() + context.config.expiry_s / 30)
                 else:
                     await go_alone(context, self._repairer, agenda.next_round)
                 return
+            self._lost_s = None
             retry_s = 2 * max(map(context.waits.answer_s, order))  # it invites, too
             leader = agenda.propose_to(order, loop.time(), retry_s)
             if leader == context.peer_id:
@@ -122,6 +125,19 @@ class Rounds:
                 await self._propose_to(leader)
         finally:
             self._proposing = False
+
+    def _waits_for_others(self, now_s: float) -> bool:
+        """Say whether those who failed may answer again before this peer goes on alone.
+
+        What they signed may last for an hour: no longer than this peer's own records last.
+        """
+        context = self._context
+        if not context.roster.may_answer_again:
+            self._lost_s = None
+            return False
+        if self._lost_s is None:
+            self._lost_s = now_s
+        return now_s - self._lost_s < context.config.expiry_s + context.waits.late_s
 
     async def _propose_to(self, leader: str) -> None:
         context, agenda = self._context, self._context.agenda

@@ -48,6 +48,7 @@ _SPLITS = {"adamw-split": "adamw", "adamw-bfloat16-split": "adamw-bfloat16"}
 
 
 def check_optimizer(name: str) -> None:
+    """Raise a `ConfigError` if there is no optimizer of this name."""
     if name not in _MASTERS:
         raise ConfigError(
             f"there is no optimizer {name!r}.{nearest(name, _MASTERS)} "
@@ -56,6 +57,7 @@ def check_optimizer(name: str) -> None:
 
 
 def check_precision_choice(name: str) -> None:
+    """Raise a `ConfigError` if a user cannot choose this precision."""
     _check_precision_name(name, (AUTO, *_PARAMETER_BYTES))
 
 

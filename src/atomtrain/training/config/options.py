@@ -236,6 +236,7 @@ class TrainOptions:
     plain: bool = option(False, "Plain lines instead of the live display.", "")
 
     def __post_init__(self) -> None:
+        """Check what was given; raises `ConfigError`."""
         check_fields(self)
         self._check_together()
 

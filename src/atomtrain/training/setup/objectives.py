@@ -1,5 +1,5 @@
-"""Of two answers, the better one is to become the more probable: three losses; and KTO; and a head
-that gives rewards.
+"""What is learnt of whole answers and texts: which of two answers is better (three losses, or a
+head that gives rewards), whether one is good (KTO), and of which class a text is.
 
 With `s` the sum of the logarithms of an answer's probabilities, `r` the same of the model as it
 was before, `a` the mean of the logarithms, and `c`, `j` for chosen and rejected:

@@ -47,6 +47,7 @@ class Description(NamedTuple):
 
     @property
     def head_width(self) -> int:
+        """Elements of one head."""
         config = self.config
         width = getattr(config, "head_dim", None)
         return int(width or config.hidden_size // config.num_attention_heads)

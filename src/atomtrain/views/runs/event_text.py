@@ -90,6 +90,7 @@ def share(event: Event, key: str) -> str | None:
 
 
 def rate(event: Event) -> str | None:
+    """Return the tokens per second."""
     return optional(format_count, number(event, "tokens_per_s"))
 
 

@@ -1,6 +1,6 @@
 """The whole protocol on a virtual clock: speeds, newcomers, momentum, pace, lies, a leader's death.
 
-Random schedules are in `test_swarm_interleavings.py`.
+Random schedules are in `test_interleavings.py`.
 """
 
 from __future__ import annotations
@@ -172,6 +172,34 @@ def test_a_survivor_goes_alone_when_the_record_of_the_dead_has_expired() -> None
         assert all(r.reason != "alone" for r in peer.reports[begun:])
         await asyncio.sleep(20)
         assert peer.reports[-1].reason == "alone"
+
+    run_virtual(scenario)
+
+
+def test_a_record_that_lasts_for_an_hour_keeps_nobody_from_going_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who takes part once, and is silent then, would keep newcomers from the survivor's anchors."""
+
+    async def scenario() -> None:
+        simulation = Simulation((10,), seed=4)
+        peer, other = [await simulation.add(name, step_s=0.3) for name in ("a", "b")]
+        directory = other.service.context.directory
+        publish = directory.publish
+
+        async def for_an_hour(record: bytes, _: float) -> None:
+            await publish(record, 3600.0)
+
+        monkeypatch.setattr(directory, "publish", for_an_hour)
+        await asyncio.sleep(20)
+        assert any(r.contributors == ("a", "b") for r in peer.reports)
+        await simulation.kill(other.name)
+        begun = len(peer.reports)
+        await asyncio.sleep(3)
+        assert all(r.reason != "alone" for r in peer.reports[begun:])
+        await asyncio.sleep(30)
+        assert peer.service.context.roster.may_answer_again
+        assert [r.reason for r in peer.reports[-3:]] == ["alone"] * 3
 
     run_virtual(scenario)
 
