@@ -36,6 +36,9 @@ _WITHOUT_GRAPH: dict[Any, Callable[..., Any]] = {
     aten.mul.Scalar: torch.mul,
     aten.div.Scalar: torch.div,
 }
+_OTHER_FORMULAS = frozenset({aten.prod.default, aten.prod.dim_int})
+"""Operations whose gradient autograd finds by another formula, with other bits, where tensors have
+no data."""
 _TRACING = threading.Lock()
 """Held while a layer is traced, which switches flags of the whole process."""
 Given = Callable[[Sequence[Any]], Sequence[Any]]
@@ -155,6 +158,7 @@ class _Traced:
             _changes(node) for node in calls
         )
         self.divisible &= not any(_draws(node) for node in self.backward)
+        self.divisible &= not any(node.target in _OTHER_FORMULAS for node in self.forward)
 
 
 def _empty(one: Like) -> Tensor:
@@ -207,8 +211,9 @@ def _fast(graph: fx.Graph) -> Callable[..., Any]:
     for node in graph.nodes:
         if node.target is aten.slice.Tensor and len(node.args) == 4 and not node.kwargs:
             of, dim, start, _ = node.args
-            if start >= 0:
-                node.target, node.args = torch.narrow, (of, dim, start, node.meta["val"].shape[dim])
+            length = node.meta["val"].shape[dim]
+            if length and start is not None and start >= 0:  # an empty one may start anywhere
+                node.target, node.args = torch.narrow, (of, dim, start, length)
         node.target = _WITHOUT_GRAPH.get(node.target, node.target)
     return function_of(graph)
 
