@@ -107,6 +107,7 @@ class Offload:
     def __init__(self, device: Device, pool: HostPool, window_bytes: int) -> None:
         """At most `window_bytes` are leaving at a time, or back ahead of their use."""
         self._device, self._pool, self._window_bytes = device, pool, window_bytes
+        self.device_type = device.torch_device.type
         share = window_bytes // _JOBS_PER_WINDOW
         self._job_bytes = max(_LEAST_JOB_BYTES, min(share, _MOST_JOB_BYTES))
         self._waiting: list[tuple[torch.UntypedStorage, SentStorage]] = []
@@ -304,9 +305,16 @@ class Parcel:
             self._note_needed(storage)
         return Away(self, storage, view_of(tensor))
 
-    def send(self, tensor: Tensor) -> SentStorage:
-        """Send a tensor's storage, unless an earlier layer has."""
-        if self._alone:
+    def takes(self, tensor: Tensor) -> bool:
+        """Return whether there is anything to send, and on this device: operations leave what they
+        drew a mask from on the host."""
+        here = tensor.device.type == self.offload.device_type
+        return here and tensor.untyped_storage().nbytes() > 0
+
+    def send(self, tensor: Tensor, *, shared: bool = True) -> SentStorage:
+        """Send a tensor's storage, unless that was done; with `shared` what the layer sent earlier
+        may lie there too."""
+        if self._alone and not shared:
             return self.offload.send(tensor)
         known = self._known.get(tensor)
         storage = None if known is None else known[0]

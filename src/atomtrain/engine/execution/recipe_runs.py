@@ -226,7 +226,8 @@ class RecipeRun:
         recipe = self.known.recipe
         written = recipe.forward(self, *self._leaves, *values)
         if self._parcel is not None:
-            self._parcel.note([self._sent[number][0] for number in reversed(recipe.taken)])
+            sent = self._sent
+            self._parcel.note([sent[n][0] for n in reversed(recipe.taken) if n in sent])
         return written
 
     def backward(self, stays: Sequence[Tensor], gradient: list[Tensor]) -> dict[str, Tensor]:
@@ -252,24 +253,24 @@ class RecipeRun:
         return gradient
 
     def send(self, number: int, tensor: Tensor) -> None:
-        """Send a tensor's storage to the host."""
-        if self._parcel is None:
+        """Send a tensor's storage to the host, or keep it where it has no place there."""
+        if self._parcel is None or not self._parcel.takes(tensor):
             self._kept[number] = tensor
             return
-        sent = self._parcel.send(tensor)
+        sent = self._parcel.send(tensor, shared=number < self.known.recipe.reads)
         sent.users += 1
         self._sent[number] = sent, view_of(tensor)
 
     def take(self, number: int) -> Tensor:
         """Return the tensor whose storage was sent."""
-        if self._offload is None:
+        if self._offload is None or number in self._kept:
             return self._kept[number]
         sent, view = self._sent[number]
         return seen_as(self._offload.use(sent), view)
 
     def done(self, number: int) -> None:
         """Take note that nobody needs it any more."""
-        if self._offload is None:
+        if self._offload is None or number in self._kept:
             del self._kept[number]
             return
         sent, _ = self._sent[number]

@@ -92,6 +92,8 @@ class Recipe(NamedTuple):
     """`backward(run, *stays)` returns the gradients of what is read, in order."""
     taken: tuple[int, ...]
     """What is sent, in the order in which backward takes it."""
+    reads: int
+    """The numbers below are of what is read, where several may lie in one storage."""
 
 
 def recipe_of(
@@ -236,6 +238,7 @@ class _Division:
         for call in traced.forward if remakes else ():
             self._note(call)
         sent = [node for node in traced.reads if node in self._needed]
+        self._reads = len(sent)
         sent += [
             node for node in traced.forward
             if node in self._needed and _maker(node) not in self._depths
@@ -245,7 +248,7 @@ class _Division:
     def recipe(self) -> Recipe:
         """Return the two functions."""
         backward, taken = self._backward()
-        return Recipe(_fast(self._forward()), _fast(backward), tuple(taken))
+        return Recipe(_fast(self._forward()), _fast(backward), tuple(taken), self._reads)
 
     def _note(self, call: fx.Node) -> None:
         if call.target not in CHEAP:
