@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from atomtrain.engine.execution.recipe_runs import RecipeRun
 from atomtrain.optimizers import AdamW
@@ -222,6 +223,23 @@ def test_under_autocast_autograd_decides(runs: list[RecipeRun]) -> None:
         assert not runs
         engine.step(step)
         assert runs
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize(
+    "switch", [lambda: sdpa_kernel(SDPBackend.MATH), torch.autograd.detect_anomaly]
+)
+def test_what_the_process_is_told_counts(runs: list[RecipeRun], switch: Any) -> None:
+    step = pairs((6, 6), WIDTH)
+    with swap(Net(*[Half] * 4), step[0], loss=regression, micro_batches=2, **OPTIONS) as engine:
+        engine.step(step)
+        engine.step(step)
+        before = len(runs)
+        with switch():
+            engine.step(step)
+        assert len(runs) == before > 0
+        engine.step(step)
+        assert len(runs) > before
 
 
 def test_bits_of_gradients_in_float32(runs: list[RecipeRun]) -> None:

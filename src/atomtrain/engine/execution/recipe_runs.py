@@ -23,6 +23,18 @@ Strides = tuple[int, ...]
 _LOG = logging.getLogger(__name__)
 
 
+def _switches() -> tuple[bool, ...]:
+    """Return what of the process decides which operations a layer becomes."""
+    attention = torch.backends.cuda  # on a processor too
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        attention.flash_sdp_enabled(),
+        attention.mem_efficient_sdp_enabled(),
+        attention.math_sdp_enabled(),
+        attention.cudnn_sdp_enabled(),
+    )
+
+
 class Known(NamedTuple):
     """A layer's recipe, and how gradients lie in memory where autograd makes them."""
 
@@ -90,11 +102,10 @@ class ChainRecipes:
             able = self._able[layers] = self._is_able(layers)
         if not able or self._module(layers[0]).mode.is_other:
             return None
-        if torch._C._is_any_autocast_enabled():
+        if torch._C._is_any_autocast_enabled() or torch.is_anomaly_enabled():
             return None
-        deterministic = torch.are_deterministic_algorithms_enabled()
         lie = [(v.shape, v.stride()) if isinstance(v, Tensor) else None for v in values.values()]
-        return layers, deterministic, *lie
+        return layers, _switches(), *lie
 
     def find(self, key: Any) -> list[Known] | None:
         """Return the recipes of a segment's layers, if they are known."""
@@ -151,8 +162,7 @@ class ChainRecipes:
     ) -> Recipe | None:
         module, layer = self._module(number), self._chain.layers[number]
         root = [self._costs.values[name].requires_grad for name in layer.writes].index(True)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        kind = (module.template, deterministic, remakes, seed, len(reads), *reads, *stays)
+        kind = (module.template, _switches(), remakes, seed, len(reads), *reads, *stays)
         if kind not in self._kinds:
             names = module.names
 
