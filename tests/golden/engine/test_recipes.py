@@ -256,3 +256,17 @@ def test_bits_of_gradients_in_float32(runs: list[RecipeRun]) -> None:
             losses.append([engine.step(step) for step in wide])
     assert losses[0] == losses[1]
     assert runs
+
+
+@pytest.mark.parametrize("optimizer_on_device", [False, True])
+def test_bits_of_shared_and_frozen_weights(
+    runs: list[RecipeRun], optimizer_on_device: bool
+) -> None:
+    """Of one micro-batch, since the order of several is another one."""
+    network = Net(Attention, LayerNorms, Attention, LayerNorms)
+    network.blocks[2].gate = network.blocks[0].gate
+    network.blocks[1].norm.requires_grad_(False)
+    options = {**OPTIONS, "optimizer_on_device": optimizer_on_device}
+    steps = [pairs((6,), WIDTH) for _ in range(3)]
+    check(network, steps, loss_of=loss_of, loss=regression, **options)
+    assert runs
