@@ -284,16 +284,16 @@ class Parcel:
         return Away(self, known[0], view_of(tensor), argument=True)
 
     def pack(
-        self, tensor: Tensor, recipe: Callable[[Tensor], RematerializedStorage | None] | None = None
+        self, tensor: Tensor, remake: Callable[[Tensor], RematerializedStorage | None] | None = None
     ) -> Away | Tensor:
-        """Send a tensor that autograd saves, unless its storage has been sent already, or there is
-        a `recipe` by which it is made again."""
+        """Send a tensor that autograd saves, unless its storage has been sent already, or
+        `remake` finds how it is made again."""
         storage, layer = self._known.get(tensor) or (None, None)
         if layer != self._layer:
             if not isinstance(
                 storage, SentStorage
             ):  # what another layer makes again does not count
-                storage = self._new(tensor, recipe)
+                storage = self._new(tensor, remake)
                 if storage is None:
                     return tensor.data
             self._known.put(tensor, (storage, self._layer))
@@ -328,12 +328,12 @@ class Parcel:
         self._packed.extend(needed)
 
     def _new(
-        self, tensor: Tensor, recipe: Callable[[Tensor], RematerializedStorage | None] | None
+        self, tensor: Tensor, remake: Callable[[Tensor], RematerializedStorage | None] | None
     ) -> AnyStorage | None:
         """Return what a tensor's storage becomes, or `None` where there is nothing to send."""
         if not tensor.untyped_storage().nbytes():
             return None
-        rematerialized = None if recipe is None else recipe(tensor)
+        rematerialized = None if remake is None else remake(tensor)
         if rematerialized is None:
             return self.offload.send(tensor)
         for argument in arguments_of(rematerialized):

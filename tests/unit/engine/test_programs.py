@@ -1,4 +1,4 @@
-"""A recipe's functions do what autograd does, bit for bit, with any tensors."""
+"""A program's functions do what autograd does, bit for bit, with any tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomtrain.engine.execution.recipes import Recipe, like, recipe_of
+from atomtrain.engine.execution.programs import LayerProgram, like, program_of
 
 WIDTH = 16
 Function = Callable[[Tensor, Tensor], Tensor]
@@ -51,13 +51,13 @@ def parts(function: Function) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return weight, value, result, torch.randn(result.shape)
 
 
-def recipe_for(function: Function, *, remakes: bool = True) -> Recipe | None:
+def program_for(function: Function, *, remakes: bool = True) -> LayerProgram | None:
     weight, value, _, gradient = parts(function)
 
     def run(given: Sequence[Any]) -> Sequence[Any]:
         return (function(*given),)
 
-    return recipe_of(
+    return program_of(
         run,
         [like(weight, requires_grad=True)],
         [like(value, requires_grad=True)],
@@ -83,14 +83,14 @@ FUNCTIONS: dict[str, Function] = {
 @pytest.mark.parametrize("remakes", [True, False])
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_bits(function: Function, remakes: bool) -> None:
-    recipe = recipe_for(function, remakes=remakes)
-    assert recipe is not None
+    program = program_for(function, remakes=remakes)
+    assert program is not None
     weight, value, result, gradient = parts(function)
     expected = torch.autograd.grad(result, (weight, value), gradient)
     run = Notes(gradient)
     with torch.no_grad():
-        [written] = recipe.forward(run, weight.detach(), value.detach())
-        [found] = recipe.backward(run, weight.detach())
+        [written] = program.forward(run, weight.detach(), value.detach())
+        [found] = program.backward(run, weight.detach())
     assert torch.equal(written, result)
     assert torch.equal(run.gradients[0], expected[0])
     assert len(run.gradients) == 1
@@ -99,5 +99,5 @@ def test_bits(function: Function, remakes: bool) -> None:
 
 
 def test_none_where_autograd_does_otherwise_without_data() -> None:
-    assert recipe_for(lambda w, x: x.prod(-1, keepdim=True) @ w[:1]) is None
-    assert recipe_for(lambda w, x: x.prod() * w) is None
+    assert program_for(lambda w, x: x.prod(-1, keepdim=True) @ w[:1]) is None
+    assert program_for(lambda w, x: x.prod() * w) is None

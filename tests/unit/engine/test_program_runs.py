@@ -1,4 +1,4 @@
-"""What a run by a recipe sends to the host."""
+"""What a run by a program sends to the host."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from atomtrain.analysis.layers.chain import Layer
 from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.execution.offload import Offload
-from atomtrain.engine.execution.recipe_runs import Known, RecipeRun
-from atomtrain.engine.execution.recipes import Recipe, like, recipe_of
+from atomtrain.engine.execution.program_runs import Known, ProgramRun
+from atomtrain.engine.execution.programs import LayerProgram, like, program_of
 from atomtrain.engine.state.gradients import Collector
 
 
@@ -25,9 +25,9 @@ def device() -> Iterator[EmulatedDevice]:
     device.close()
 
 
-def known_of(recipe: Recipe, reads: tuple[str, ...], strides: tuple[int, ...]) -> Known:
+def known_of(program: LayerProgram, reads: tuple[str, ...], strides: tuple[int, ...]) -> Known:
     layer = Layer("layer", nn.Identity(), reads, ("result",))
-    return Known(layer, recipe, "result", strides, dict.fromkeys(reads, strides), ())
+    return Known(layer, program, "result", strides, dict.fromkeys(reads, strides), ())
 
 
 def test_values_in_one_storage_are_sent_once(device: EmulatedDevice) -> None:
@@ -41,12 +41,12 @@ def test_values_in_one_storage_are_sent_once(device: EmulatedDevice) -> None:
 
     given = [value, table[0], table[1]]
     reads = [like(one, requires_grad=one is value) for one in given]
-    recipe = recipe_of(run, [], reads, like(value, requires_grad=False), 0, remakes=True)
-    assert recipe is not None
+    program = program_of(run, [], reads, like(value, requires_grad=False), 0, remakes=True)
+    assert program is not None
     with device.computing():
         parcel = offload.parcel(alone=True)
-        known = known_of(recipe, ("value", "sine", "cosine"), (1,))
-        one = RecipeRun(known, [], parcel, Collector(device.hold))
+        known = known_of(program, ("value", "sine", "cosine"), (1,))
+        one = ProgramRun(known, [], parcel, Collector(device.hold))
         with torch.no_grad():
             one.forward(given)
             offload.turn([parcel])
@@ -66,12 +66,12 @@ def test_what_has_no_place_on_the_host_is_kept(device: EmulatedDevice, other: Te
     offload = Offload(device, pool := HostPool(device), 1 << 20)
     found: list[Tensor] = []
 
-    def forward(run: RecipeRun, value: Tensor) -> Sequence[Tensor]:
+    def forward(run: ProgramRun, value: Tensor) -> Sequence[Tensor]:
         run.send(0, value)
         run.send(1, other)
         return (value,)
 
-    def backward(run: RecipeRun) -> Sequence[Tensor]:
+    def backward(run: ProgramRun) -> Sequence[Tensor]:
         found.extend([run.take(1), run.take(0)])
         run.done(1)
         run.done(0)
@@ -80,8 +80,8 @@ def test_what_has_no_place_on_the_host_is_kept(device: EmulatedDevice, other: Te
     with device.computing():
         value = torch.randn(100)
         parcel = offload.parcel(alone=True)
-        known = known_of(Recipe(forward, backward, (1, 0), 1), ("value",), (1,))
-        run = RecipeRun(known, [], parcel, Collector(device.hold))
+        known = known_of(LayerProgram(forward, backward, (1, 0), 1), ("value",), (1,))
+        run = ProgramRun(known, [], parcel, Collector(device.hold))
         run.forward([value])
         offload.turn([parcel])
         run.backward([], [torch.ones(100)])

@@ -60,7 +60,7 @@ def like(tensor: Tensor, *, requires_grad: bool) -> Like:
 
 
 class Run(Protocol):
-    """One run of a recipe, which its functions call."""
+    """One run of a program, which its functions call."""
 
     def gradient(self) -> Tensor:
         """Hand over the gradient of what was written."""
@@ -83,7 +83,7 @@ class Run(Protocol):
         ...
 
 
-class Recipe(NamedTuple):
+class LayerProgram(NamedTuple):
     """What a kind of layer does."""
 
     forward: Callable[..., Sequence[Any]]
@@ -96,10 +96,10 @@ class Recipe(NamedTuple):
     """The numbers below are of what is read, where several may lie in one storage."""
 
 
-def recipe_of(
+def program_of(
     run: Given, stays: Sequence[Like], reads: Sequence[Like], gradient: Like, root: int,
     *, remakes: bool,
-) -> Recipe | None:  # fmt: skip
+) -> LayerProgram | None:  # fmt: skip
     """Return what a layer does, or `None` if it cannot be divided.
 
     Args:
@@ -114,7 +114,7 @@ def recipe_of(
         return None
     with _TRACING, _disable_current_modes():
         traced = _Traced(run, stays, reads, gradient, root)
-        return _Division(traced, remakes=remakes).recipe() if traced.divisible else None
+        return _Division(traced, remakes=remakes).program() if traced.divisible else None
 
 
 class _Traced:
@@ -245,10 +245,10 @@ class _Division:
         ]  # fmt: skip
         self._sent = {node: number for number, node in enumerate(sent)}
 
-    def recipe(self) -> Recipe:
+    def program(self) -> LayerProgram:
         """Return the two functions."""
         backward, taken = self._backward()
-        return Recipe(_fast(self._forward()), _fast(backward), tuple(taken), self._reads)
+        return LayerProgram(_fast(self._forward()), _fast(backward), tuple(taken), self._reads)
 
     def _note(self, call: fx.Node) -> None:
         if call.target not in CHEAP:
