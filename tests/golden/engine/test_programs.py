@@ -128,7 +128,8 @@ class Twice(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, value: Tensor, earlier: Tensor) -> Tensor:
-        return self.linear(value * earlier).sigmoid() + earlier
+        out: Tensor = self.linear(value * earlier).sigmoid() + earlier
+        return out
 
 
 class Net(nn.Module):
