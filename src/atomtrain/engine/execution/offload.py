@@ -91,6 +91,11 @@ class Away:
         self.parcel, self.storage, self.view = parcel, storage, view
         self.used = argument  # an argument is a user until what is made of it is dropped
 
+    def __del__(self) -> None:
+        """Backward will not ask: autograd let go of the operation that saved this."""
+        if not self.used:
+            self.storage.users -= 1
+
 
 class _Leaving(NamedTuple):
     """Device storages that must not be freed before they are saved."""
