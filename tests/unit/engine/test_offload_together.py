@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -85,3 +86,25 @@ def test_small_ones_fill_the_window_too(device: Counted) -> None:
             packed.append(parcel.pack(torch.empty(n_bytes, dtype=torch.uint8)))
         offload.drain()
     assert device.peak_bytes() <= window_bytes + n_bytes
+
+
+def test_what_autograd_lets_go_of_does_not_stay(device: Counted) -> None:
+    """As the values of a sort of which only the order is used."""
+    offload = Offload(device, HostPool(device), 1 << 20)
+    with device.computing():
+        value = torch.randn(10 * KIB, requires_grad=True)
+        parcel = offload.parcel()
+
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed if isinstance(packed, torch.Tensor) else parcel.unpack(packed, unpack)
+
+        with torch.autograd.graph.saved_tensors_hooks(parcel.pack, unpack):
+            order = value.argsort()
+            result = (value * 2).gather(0, order)
+        offload.turn([parcel])
+        result.backward(torch.ones(10 * KIB))
+        left = [storage for storage in parcel.order() if storage.back is not None]
+        assert parcel.order()
+        assert not left
+        parcel.close()
+        offload.drain()

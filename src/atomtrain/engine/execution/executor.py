@@ -32,8 +32,8 @@ from atomtrain.engine.execution.compiled import CompiledLayer
 from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Where
 from atomtrain.engine.execution.host_layers import HostLayers
 from atomtrain.engine.execution.offload import Offload
+from atomtrain.engine.execution.program_runs import ChainPrograms, SegmentRun
 from atomtrain.engine.execution.randomness import Randomness
-from atomtrain.engine.execution.recipe_runs import ChainRecipes, SegmentRun
 from atomtrain.engine.execution.slots import Slots, Tensors
 from atomtrain.engine.state.residents import DeviceBuffers
 from atomtrain.engine.state.store import HostStore
@@ -84,7 +84,7 @@ class Executor:
             Offload(device, self.pool, window_bytes), remakes=remakes, compiled=compiled
         )
         able = not compiled and not device.one_memory
-        self._recipes = ChainRecipes(chain, costs, remakes=remakes) if able else None
+        self._programs = ChainPrograms(chain, costs, remakes=remakes) if able else None
         self._stays: dict[tuple[Layers, int], list[list[Tensor]]] = {}
         self._where: dict[tuple[Layers, int], Where] = {}
         self._links = Links(chain)
@@ -232,7 +232,7 @@ class Executor:
         taken: Mapping[str, Any],
         outputs: Sequence[str],
     ) -> dict[str, Any]:
-        """Run the segment forward with a graph that waits for backward, or without by recipes."""
+        """Run the segment forward with a graph that waits for backward, or by programs without."""
         graph = self._graph_that_waits(visit, taken)
         values = graph.run(
             taken,
@@ -247,9 +247,9 @@ class Executor:
         self, visit: Visit, taken: Mapping[str, Any]
     ) -> WaitingGraph | SegmentRun:
         parcel = self._graphs.parcel(visit.layers, visit.activation)
-        recipes = self._recipes
-        key = None if recipes is None else recipes.key_of(visit.layers, taken)
-        known = None if recipes is None or key is None else recipes.find(key)
+        programs = self._programs
+        key = None if programs is None else programs.key_of(visit.layers, taken)
+        known = None if programs is None or key is None else programs.find(key)
         if known is not None:
             stays = self._stays_in(visit, visit.home)
             return SegmentRun(known, stays, parcel, self.slots.collector)
@@ -258,7 +258,7 @@ class Executor:
             where = self._where[visit.layers, visit.slot] = Where(
                 self.slots.slot_of(visit), self._staying, self.buffers.changing(*visit.layers)
             )
-        lesson = None if recipes is None else recipes.lesson(key)
+        lesson = None if programs is None else programs.lesson(key)
         return self._graphs.new(where, parcel, lesson)
 
     def _backward_found(self, visit: Visit, micro_batch: int) -> None:
@@ -276,9 +276,9 @@ class Executor:
             gradients = graph.backward(self._stays_in(visit, visit.slot), begun, gradient_of)
         else:
             gradients = graph.backward(self.slots.slot_of(visit), begun, gradient_of)
-            if graph.lesson is not None and self._recipes is not None:
+            if graph.lesson is not None and self._programs is not None:
                 stays, kept = self._stays_in(visit, visit.home), graph.parcel is None
-                self._recipes.learn(graph.lesson, stays, gradients, kept=kept)
+                self._programs.learn(graph.lesson, stays, gradients, kept=kept)
         for name in list(gradients):
             self._put_gradient(micro_batch, name, gradients.pop(name))
 
@@ -286,12 +286,12 @@ class Executor:
         """Return the parameters and buffers of a segment where it lies in a slot, by layer."""
         stays = self._stays.get((visit.layers, slot))
         if stays is None:
-            assert self._recipes is not None
+            assert self._programs is not None
             stays = []
             tensors = self.slots.tensors_in(visit.layers, slot)
             for index, own in zip(range(*visit.layers), tensors, strict=True):
                 found = {**own, **self.buffers.of(index, 0, visit.phase, once=True)}
-                stays.append([found[name] for name in self._recipes.names(index)])
+                stays.append([found[name] for name in self._programs.names(index)])
             self._stays[visit.layers, slot] = stays
         return stays
 

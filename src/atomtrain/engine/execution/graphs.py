@@ -28,7 +28,7 @@ from atomtrain.analysis.costs.rematerialization import Rematerializer
 from atomtrain.analysis.costs.storages import View, view_at, view_of
 from atomtrain.analysis.layers.chain import Layer
 from atomtrain.engine.execution.offload import Away, Offload, Parcel
-from atomtrain.engine.execution.recipe_runs import Lesson, SegmentRun
+from atomtrain.engine.execution.program_runs import Lesson, SegmentRun
 from atomtrain.engine.execution.saved_script import Key, Performance, Script, key_of
 from atomtrain.planning.plan.shape import Activation, Layers
 

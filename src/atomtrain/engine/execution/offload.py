@@ -91,6 +91,11 @@ class Away:
         self.parcel, self.storage, self.view = parcel, storage, view
         self.used = argument  # an argument is a user until what is made of it is dropped
 
+    def __del__(self) -> None:
+        """Backward will not ask: autograd let go of the operation that saved this."""
+        if not self.used:
+            self.storage.users -= 1
+
 
 class _Leaving(NamedTuple):
     """Device storages that must not be freed before they are saved."""
@@ -107,6 +112,7 @@ class Offload:
     def __init__(self, device: Device, pool: HostPool, window_bytes: int) -> None:
         """At most `window_bytes` are leaving at a time, or back ahead of their use."""
         self._device, self._pool, self._window_bytes = device, pool, window_bytes
+        self.device_type = device.torch_device.type
         share = window_bytes // _JOBS_PER_WINDOW
         self._job_bytes = max(_LEAST_JOB_BYTES, min(share, _MOST_JOB_BYTES))
         self._waiting: list[tuple[torch.UntypedStorage, SentStorage]] = []
@@ -283,16 +289,16 @@ class Parcel:
         return Away(self, known[0], view_of(tensor), argument=True)
 
     def pack(
-        self, tensor: Tensor, recipe: Callable[[Tensor], RematerializedStorage | None] | None = None
+        self, tensor: Tensor, remake: Callable[[Tensor], RematerializedStorage | None] | None = None
     ) -> Away | Tensor:
-        """Send a tensor that autograd saves, unless its storage has been sent already, or there is
-        a `recipe` by which it is made again."""
+        """Send a tensor that autograd saves, unless its storage has been sent already, or
+        `remake` finds how it is made again."""
         storage, layer = self._known.get(tensor) or (None, None)
         if layer != self._layer:
             if not isinstance(
                 storage, SentStorage
             ):  # what another layer makes again does not count
-                storage = self._new(tensor, recipe)
+                storage = self._new(tensor, remake)
                 if storage is None:
                     return tensor.data
             self._known.put(tensor, (storage, self._layer))
@@ -304,9 +310,16 @@ class Parcel:
             self._note_needed(storage)
         return Away(self, storage, view_of(tensor))
 
-    def send(self, tensor: Tensor) -> SentStorage:
-        """Send a tensor's storage, unless an earlier layer has."""
-        if self._alone:
+    def takes(self, tensor: Tensor) -> bool:
+        """Return whether there is anything to send, and on this device: operations leave what they
+        drew a mask from on the host."""
+        here = tensor.device.type == self.offload.device_type
+        return here and tensor.untyped_storage().nbytes() > 0
+
+    def send(self, tensor: Tensor, *, shared: bool = True) -> SentStorage:
+        """Send a tensor's storage, unless that was done; with `shared` what the layer sent earlier
+        may lie there too."""
+        if self._alone and not shared:
             return self.offload.send(tensor)
         known = self._known.get(tensor)
         storage = None if known is None else known[0]
@@ -320,12 +333,12 @@ class Parcel:
         self._packed.extend(needed)
 
     def _new(
-        self, tensor: Tensor, recipe: Callable[[Tensor], RematerializedStorage | None] | None
+        self, tensor: Tensor, remake: Callable[[Tensor], RematerializedStorage | None] | None
     ) -> AnyStorage | None:
         """Return what a tensor's storage becomes, or `None` where there is nothing to send."""
         if not tensor.untyped_storage().nbytes():
             return None
-        rematerialized = None if recipe is None else recipe(tensor)
+        rematerialized = None if remake is None else remake(tensor)
         if rematerialized is None:
             return self.offload.send(tensor)
         for argument in arguments_of(rematerialized):

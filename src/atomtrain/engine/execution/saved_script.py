@@ -4,7 +4,7 @@ Most layers are a fixed list of operations (`Layer.fixed`), so autograd saves th
 the same order whenever the layer runs. The first time every operation is watched, to see what
 backward can make again (`analysis/costs/rematerialization.py`). A script of that tells the next
 times by the number of the saved tensor alone, and nothing is watched any more. It serves where
-there is not a recipe (`recipes.py`). Layers that may do otherwise each time are always watched.
+there is not a program (`programs.py`). Layers that may do otherwise each time are always watched.
 """
 
 from __future__ import annotations

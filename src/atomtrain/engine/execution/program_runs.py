@@ -1,4 +1,4 @@
-"""The segments that run by recipes: which they are, and one run, from forward to backward."""
+"""The segments that run by programs: which they are, and one run, from forward to backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from atomtrain.analysis.costs.storages import View, seen_as, view_of
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.engine.execution.offload import Offload, Parcel, SentStorage
-from atomtrain.engine.execution.recipes import Like, Recipe, like, recipe_of
+from atomtrain.engine.execution.programs import LayerProgram, Like, like, program_of
 from atomtrain.engine.state.gradients import Collector
 from atomtrain.errors import reason_of
 from atomtrain.planning.plan.shape import Layers
@@ -23,11 +23,23 @@ Strides = tuple[int, ...]
 _LOG = logging.getLogger(__name__)
 
 
+def _switches() -> tuple[bool, ...]:
+    """Return what of the process decides which operations a layer becomes."""
+    attention = torch.backends.cuda  # on a processor too
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        attention.flash_sdp_enabled(),
+        attention.mem_efficient_sdp_enabled(),
+        attention.math_sdp_enabled(),
+        attention.cudnn_sdp_enabled(),
+    )
+
+
 class Known(NamedTuple):
-    """A layer's recipe, and how gradients lie in memory where autograd makes them."""
+    """A layer's program, and how gradients lie in memory where autograd makes them."""
 
     layer: Layer
-    recipe: Recipe
+    program: LayerProgram
     root: str
     """The value whose gradient comes."""
     gradient: Strides
@@ -39,7 +51,7 @@ class Known(NamedTuple):
 
 
 class Lesson:
-    """What a segment ran with by autograd, from which its recipes are made."""
+    """What a segment ran with by autograd, from which its programs are made."""
 
     def __init__(self, key: Any, layers: Layers) -> None:
         """Know of nothing yet; `key` is under which they will be found."""
@@ -67,9 +79,9 @@ class Lesson:
         return note
 
 
-class ChainRecipes:
-    """The recipes of a chain's layers. A segment runs once by autograd, which tells how gradients
-    lie in memory, and from then on by recipes, if all of its layers have one."""
+class ChainPrograms:
+    """The programs of a chain's layers. A segment runs once by autograd, which tells how gradients
+    lie in memory, and from then on by programs, if all of its layers have one."""
 
     def __init__(self, chain: Chain, costs: ChainCosts, *, remakes: bool) -> None:
         """Know of none yet; with `remakes` what is cheap is made again, not sent."""
@@ -80,24 +92,23 @@ class ChainRecipes:
                 self._readers[name] = self._readers.get(name, 0) + 1
         self._able: dict[Layers, bool] = {}
         self._known: dict[Any, list[Known] | None] = {}
-        self._kinds: dict[Any, Recipe | None] = {}
+        self._kinds: dict[Any, LayerProgram | None] = {}
 
     def key_of(self, layers: Layers, values: Mapping[str, Any]) -> Any:
-        """Return under what the recipes of a segment on such values are known; `None` if it cannot
+        """Return under what the programs of a segment on such values are known; `None` if it cannot
         have any."""
         able = self._able.get(layers)
         if able is None:
             able = self._able[layers] = self._is_able(layers)
         if not able or self._module(layers[0]).mode.is_other:
             return None
-        if torch._C._is_any_autocast_enabled():
+        if torch._C._is_any_autocast_enabled() or torch.is_anomaly_enabled():
             return None
-        deterministic = torch.are_deterministic_algorithms_enabled()
         lie = [(v.shape, v.stride()) if isinstance(v, Tensor) else None for v in values.values()]
-        return layers, deterministic, *lie
+        return layers, _switches(), *lie
 
     def find(self, key: Any) -> list[Known] | None:
-        """Return the recipes of a segment's layers, if they are known."""
+        """Return the programs of a segment's layers, if they are known."""
         return self._known.get(key)
 
     def lesson(self, key: Any) -> Lesson | None:
@@ -112,7 +123,7 @@ class ChainRecipes:
         *,
         kept: bool,
     ) -> None:
-        """Make recipes of what autograd did.
+        """Make programs of what autograd did.
 
         Args:
             lesson: What the segment ran with.
@@ -129,30 +140,29 @@ class ChainRecipes:
             layer = self._chain.layers[number]
             root = next(n for n in layer.writes if self._costs.values[n].requires_grad)
             seed = lesson.seeds.get(root)
-            recipe = None
+            program = None
             if reads is not None and seed is not None:
                 kept_here = [like(t, requires_grad=t.requires_grad) for t in own]
-                recipe = self._recipe(number, kept_here, reads, seed, remakes=not kept)
-            if recipe is None or seed is None:
+                program = self._program(number, kept_here, reads, seed, remakes=not kept)
+            if program is None or seed is None:
                 found = None
                 break
             parameters = layer.parameters
             keys = [id(parameters[n]) if n in parameters else 0 for n in self.names(number)]
             assert found is not None
-            found.append(Known(layer, recipe, root, seed.stride, strides, keys))
+            found.append(Known(layer, program, root, seed.stride, strides, keys))
         self._known[lesson.key] = found
 
     def names(self, number: int) -> Sequence[str]:
-        """Return the parameters and buffers that a layer's recipe takes, in their order."""
+        """Return the parameters and buffers that a layer's program takes, in their order."""
         return self._module(number).names
 
-    def _recipe(
+    def _program(
         self, number: int, stays: list[Like], reads: list[Like], seed: Like, *, remakes: bool
-    ) -> Recipe | None:
+    ) -> LayerProgram | None:
         module, layer = self._module(number), self._chain.layers[number]
         root = [self._costs.values[name].requires_grad for name in layer.writes].index(True)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        kind = (module.template, deterministic, remakes, seed, len(reads), *reads, *stays)
+        kind = (module.template, _switches(), remakes, seed, len(reads), *reads, *stays)
         if kind not in self._kinds:
             names = module.names
 
@@ -160,7 +170,7 @@ class ChainRecipes:
                 return module.run(dict(zip(names, given, strict=False)), given[len(names) :])
 
             try:
-                self._kinds[kind] = recipe_of(
+                self._kinds[kind] = program_of(
                     run, stays, reads, seed, root, remakes=remakes and self._remakes
                 )
             except Exception as error:  # noqa: BLE001  any operation may refuse to be traced
@@ -199,8 +209,8 @@ class ChainRecipes:
         return alone and cost.saved.movable and len(roots) == 1
 
 
-class RecipeRun:
-    """One micro-batch's run of a layer by its recipe, from its forward visit to its backward
+class ProgramRun:
+    """One micro-batch's run of a layer by its program, from its forward visit to its backward
     visit."""
 
     def __init__(
@@ -209,7 +219,7 @@ class RecipeRun:
         """Begin.
 
         Args:
-            known: The recipe.
+            known: The program.
             leaves: Parameters and buffers, whose gradients are added to.
             parcel: Takes what is sent; `None` keeps it.
             collector: Takes the gradients.
@@ -223,10 +233,11 @@ class RecipeRun:
 
     def forward(self, values: Sequence[Any]) -> Sequence[Any]:
         """Return what the layer writes."""
-        recipe = self.known.recipe
-        written = recipe.forward(self, *self._leaves, *values)
+        program = self.known.program
+        written = program.forward(self, *self._leaves, *values)
         if self._parcel is not None:
-            self._parcel.note([self._sent[number][0] for number in reversed(recipe.taken)])
+            sent = self._sent
+            self._parcel.note([sent[n][0] for n in reversed(program.taken) if n in sent])
         return written
 
     def backward(self, stays: Sequence[Tensor], gradient: list[Tensor]) -> dict[str, Tensor]:
@@ -238,7 +249,7 @@ class RecipeRun:
         """
         known = self.known
         self._gradient = _with_strides(gradient.pop(), known.gradient)
-        found = known.recipe.backward(self, *stays)
+        found = known.program.backward(self, *stays)
         return {
             name: _with_strides(one, known.gradients[name])
             for name, one in zip(known.layer.reads, found, strict=True)
@@ -252,24 +263,24 @@ class RecipeRun:
         return gradient
 
     def send(self, number: int, tensor: Tensor) -> None:
-        """Send a tensor's storage to the host."""
-        if self._parcel is None:
+        """Send a tensor's storage to the host, or keep it where it has no place there."""
+        if self._parcel is None or not self._parcel.takes(tensor):
             self._kept[number] = tensor
             return
-        sent = self._parcel.send(tensor)
+        sent = self._parcel.send(tensor, shared=number < self.known.program.reads)
         sent.users += 1
         self._sent[number] = sent, view_of(tensor)
 
     def take(self, number: int) -> Tensor:
         """Return the tensor whose storage was sent."""
-        if self._offload is None:
+        if self._offload is None or number in self._kept:
             return self._kept[number]
         sent, view = self._sent[number]
         return seen_as(self._offload.use(sent), view)
 
     def done(self, number: int) -> None:
         """Take note that nobody needs it any more."""
-        if self._offload is None:
+        if self._offload is None or number in self._kept:
             del self._kept[number]
             return
         sent, _ = self._sent[number]
@@ -282,7 +293,7 @@ class RecipeRun:
 
 
 class SegmentRun:
-    """One micro-batch's run of a segment by recipes."""
+    """One micro-batch's run of a segment by programs."""
 
     def __init__(
         self,
@@ -291,10 +302,10 @@ class SegmentRun:
         parcel: Parcel | None,
         collector: Collector,
     ) -> None:
-        """Begin; the arguments are those of `RecipeRun`, by layer."""
+        """Begin; the arguments are those of `ProgramRun`, by layer."""
         self.parcel, self._collector = parcel, collector
         self._next = zip(known, leaves, strict=True)
-        self._runs: list[RecipeRun] = []
+        self._runs: list[ProgramRun] = []
 
     def run(
         self,
@@ -313,7 +324,7 @@ class SegmentRun:
         """Run the next layer, as `WaitingGraph.layer` does."""
         if self.parcel is not None:
             self.parcel.begin_layer()
-        run = RecipeRun(*next(self._next), self.parcel, self._collector)
+        run = ProgramRun(*next(self._next), self.parcel, self._collector)
         self._runs.append(run)
         return run.forward(values)
 

@@ -1,4 +1,4 @@
-"""Offloaded layers that run by recipes, without a graph, train with the bits of resident ones."""
+"""Offloaded layers that run by programs, without a graph, train with the bits of resident ones."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from atomtrain.engine.execution.recipe_runs import RecipeRun
+from atomtrain.engine.execution.program_runs import ProgramRun
 from atomtrain.optimizers import AdamW
 from atomtrain.planning import Shape
 from tests.support.planning_models import use_shape
@@ -26,16 +27,16 @@ def _seed() -> None:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[RecipeRun]:
-    """Hold all that ran by recipes."""
-    found: list[RecipeRun] = []
-    forward = RecipeRun.forward
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[ProgramRun]:
+    """Hold all that ran by programs."""
+    found: list[ProgramRun] = []
+    forward = ProgramRun.forward
 
-    def noted(run: RecipeRun, values: Any) -> Any:
+    def noted(run: ProgramRun, values: Any) -> Any:
         found.append(run)
         return forward(run, values)
 
-    monkeypatch.setattr(RecipeRun, "forward", noted)
+    monkeypatch.setattr(ProgramRun, "forward", noted)
     return found
 
 
@@ -127,7 +128,8 @@ class Twice(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, value: Tensor, earlier: Tensor) -> Tensor:
-        return self.linear(value * earlier).sigmoid() + earlier
+        out: Tensor = self.linear(value * earlier).sigmoid() + earlier
+        return out
 
 
 class Net(nn.Module):
@@ -163,7 +165,7 @@ def trained(*blocks: type[nn.Module], rows: tuple[int, ...] = (6, 6, 6), **optio
 @pytest.mark.parametrize("block", [Attention, LayerNorms, Masked, Half])
 def test_bits(
     monkeypatch: pytest.MonkeyPatch,
-    runs: list[RecipeRun],
+    runs: list[ProgramRun],
     block: type[nn.Module],
     activations: Any,
     bounds: tuple[int, ...],
@@ -175,13 +177,13 @@ def test_bits(
     assert len(runs) == 2 * 3 * 5, "two steps of three micro-batches, in all layers but the last"
 
 
-def test_bits_where_all_is_sent(runs: list[RecipeRun], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atomtrain.engine.execution.recipes.CHEAP", frozenset())
+def test_bits_where_all_is_sent(runs: list[ProgramRun], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atomtrain.engine.execution.programs.CHEAP", frozenset())
     trained(Attention, LayerNorms, Attention, LayerNorms)
     assert runs
 
 
-def test_what_is_made_again_is_not_sent(runs: list[RecipeRun]) -> None:
+def test_what_is_made_again_is_not_sent(runs: list[ProgramRun]) -> None:
     trained(Attention, Attention, Attention, Attention)
     sent = {len(run._sent) for run in runs}
     # Its input; query, key and value as one; attention's result and its sums; the second
@@ -190,30 +192,30 @@ def test_what_is_made_again_is_not_sent(runs: list[RecipeRun]) -> None:
 
 
 @pytest.mark.parametrize("block", [Noisy, Twice])
-def test_others_stay_with_autograd(runs: list[RecipeRun], block: type[nn.Module]) -> None:
+def test_others_stay_with_autograd(runs: list[ProgramRun], block: type[nn.Module]) -> None:
     trained(block, block, block, block)
     assert {run.known.layer.name for run in runs} <= {"first"}
 
 
-def test_they_stand_beside_each_other(runs: list[RecipeRun]) -> None:
+def test_they_stand_beside_each_other(runs: list[ProgramRun]) -> None:
     trained(Attention, Twice, Noisy, LayerNorms, clip_norm=0.1)
     assert runs
 
 
 def test_what_cannot_be_traced_stays_with_autograd(
-    runs: list[RecipeRun], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    runs: list[ProgramRun], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refusing(*_arguments: Any) -> Any:
         raise RuntimeError("no kernel for tensors without data")
 
-    monkeypatch.setattr("atomtrain.engine.execution.recipes.make_fx", refusing)
+    monkeypatch.setattr("atomtrain.engine.execution.programs.make_fx", refusing)
     trained(Half, Half, Half, Half)
     assert not runs
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert any("run by autograd" in line and "no kernel" in line for line in said)
 
 
-def test_under_autocast_autograd_decides(runs: list[RecipeRun]) -> None:
+def test_under_autocast_autograd_decides(runs: list[ProgramRun]) -> None:
     step = pairs((6, 6), WIDTH)
     with swap(Net(*[Half] * 4), step[0], loss=regression, micro_batches=2, **OPTIONS) as engine:
         engine.step(step)
@@ -224,7 +226,24 @@ def test_under_autocast_autograd_decides(runs: list[RecipeRun]) -> None:
         assert runs
 
 
-def test_bits_of_gradients_in_float32(runs: list[RecipeRun]) -> None:
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize(
+    "switch", [lambda: sdpa_kernel(SDPBackend.MATH), torch.autograd.detect_anomaly]
+)
+def test_what_the_process_is_told_counts(runs: list[ProgramRun], switch: Any) -> None:
+    step = pairs((6, 6), WIDTH)
+    with swap(Net(*[Half] * 4), step[0], loss=regression, micro_batches=2, **OPTIONS) as engine:
+        engine.step(step)
+        engine.step(step)
+        before = len(runs)
+        with switch():
+            engine.step(step)
+        assert len(runs) == before > 0
+        engine.step(step)
+        assert len(runs) > before
+
+
+def test_bits_of_gradients_in_float32(runs: list[ProgramRun]) -> None:
     losses = []
     steps = [pairs((6, 6), WIDTH) for _ in range(3)]
     for activations in ("recompute", "offload"):
@@ -237,4 +256,18 @@ def test_bits_of_gradients_in_float32(runs: list[RecipeRun]) -> None:
         ) as engine:
             losses.append([engine.step(step) for step in wide])
     assert losses[0] == losses[1]
+    assert runs
+
+
+@pytest.mark.parametrize("optimizer_on_device", [False, True])
+def test_bits_of_shared_and_frozen_weights(
+    runs: list[ProgramRun], optimizer_on_device: bool
+) -> None:
+    """Of one micro-batch, since the order of several is another one."""
+    network = Net(Attention, LayerNorms, Attention, LayerNorms)
+    network.blocks[2].gate = network.blocks[0].gate
+    network.blocks[1].norm.requires_grad_(False)
+    options = {**OPTIONS, "optimizer_on_device": optimizer_on_device}
+    steps = [pairs((6,), WIDTH) for _ in range(3)]
+    check(network, steps, loss_of=loss_of, loss=regression, **options)
     assert runs

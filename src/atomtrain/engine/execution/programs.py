@@ -36,6 +36,9 @@ _WITHOUT_GRAPH: dict[Any, Callable[..., Any]] = {
     aten.mul.Scalar: torch.mul,
     aten.div.Scalar: torch.div,
 }
+_OTHER_FORMULAS = frozenset({aten.prod.default, aten.prod.dim_int})
+"""Operations whose gradient autograd finds by another formula, with other bits, where tensors have
+no data."""
 _TRACING = threading.Lock()
 """Held while a layer is traced, which switches flags of the whole process."""
 Given = Callable[[Sequence[Any]], Sequence[Any]]
@@ -57,7 +60,7 @@ def like(tensor: Tensor, *, requires_grad: bool) -> Like:
 
 
 class Run(Protocol):
-    """One run of a recipe, which its functions call."""
+    """One run of a program, which its functions call."""
 
     def gradient(self) -> Tensor:
         """Hand over the gradient of what was written."""
@@ -80,7 +83,7 @@ class Run(Protocol):
         ...
 
 
-class Recipe(NamedTuple):
+class LayerProgram(NamedTuple):
     """What a kind of layer does."""
 
     forward: Callable[..., Sequence[Any]]
@@ -89,12 +92,14 @@ class Recipe(NamedTuple):
     """`backward(run, *stays)` returns the gradients of what is read, in order."""
     taken: tuple[int, ...]
     """What is sent, in the order in which backward takes it."""
+    reads: int
+    """The numbers below are of what is read, where several may lie in one storage."""
 
 
-def recipe_of(
+def program_of(
     run: Given, stays: Sequence[Like], reads: Sequence[Like], gradient: Like, root: int,
     *, remakes: bool,
-) -> Recipe | None:  # fmt: skip
+) -> LayerProgram | None:  # fmt: skip
     """Return what a layer does, or `None` if it cannot be divided.
 
     Args:
@@ -109,7 +114,7 @@ def recipe_of(
         return None
     with _TRACING, _disable_current_modes():
         traced = _Traced(run, stays, reads, gradient, root)
-        return _Division(traced, remakes=remakes).recipe() if traced.divisible else None
+        return _Division(traced, remakes=remakes).program() if traced.divisible else None
 
 
 class _Traced:
@@ -155,6 +160,7 @@ class _Traced:
             _changes(node) for node in calls
         )
         self.divisible &= not any(_draws(node) for node in self.backward)
+        self.divisible &= not any(node.target in _OTHER_FORMULAS for node in self.forward)
 
 
 def _empty(one: Like) -> Tensor:
@@ -207,8 +213,9 @@ def _fast(graph: fx.Graph) -> Callable[..., Any]:
     for node in graph.nodes:
         if node.target is aten.slice.Tensor and len(node.args) == 4 and not node.kwargs:
             of, dim, start, _ = node.args
-            if start >= 0:
-                node.target, node.args = torch.narrow, (of, dim, start, node.meta["val"].shape[dim])
+            length = node.meta["val"].shape[dim]
+            if length and start is not None and start >= 0:  # an empty one may start anywhere
+                node.target, node.args = torch.narrow, (of, dim, start, length)
         node.target = _WITHOUT_GRAPH.get(node.target, node.target)
     return function_of(graph)
 
@@ -231,16 +238,17 @@ class _Division:
         for call in traced.forward if remakes else ():
             self._note(call)
         sent = [node for node in traced.reads if node in self._needed]
+        self._reads = len(sent)
         sent += [
             node for node in traced.forward
             if node in self._needed and _maker(node) not in self._depths
         ]  # fmt: skip
         self._sent = {node: number for number, node in enumerate(sent)}
 
-    def recipe(self) -> Recipe:
+    def program(self) -> LayerProgram:
         """Return the two functions."""
         backward, taken = self._backward()
-        return Recipe(_fast(self._forward()), _fast(backward), tuple(taken))
+        return LayerProgram(_fast(self._forward()), _fast(backward), tuple(taken), self._reads)
 
     def _note(self, call: fx.Node) -> None:
         if call.target not in CHEAP:
