@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -153,6 +154,18 @@ def test_gemma_learns_from_texts_alone_too_and_packs_these(
     assert train("refused", "--packing") == 2
     told = "data/chats.jsonl has images, and --packing is for texts"
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["gemma3"], indirect=True)
+@pytest.mark.parametrize("where", ["--data", "--validation"])
+def test_texts_and_images_in_different_sources_are_refused_in_any_order(
+    family: str, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "red"}]
+    write_rows(Path("texts.jsonl"), [{"messages": said}] * 12)
+    for first, second in itertools.permutations(["texts.jsonl", "data/chats.jsonl"]):
+        assert train("mixed", where, second, data=first) == 2
+        assert "texts.jsonl:1: has no image" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
