@@ -162,8 +162,10 @@ class Processor:
             height, width = np.asarray(pixels[0]).shape[-2:]
             patches = (height // patch) * (width // patch) * len(pixels)
             found, of = f" of {height} x {width} pixels", f" of {patch} x {patch}"
-        else:
-            return
+        else:  # as many for each image, or for each tile of it
+            each = getattr(self._made, "image_seq_len", 0) or self._made.image_seq_length
+            patches = int(each * np.prod(np.shape(images["pixel_values"])[:-3]))
+            found, of = "", ""
         if patches > _MOST_TOKENS:
             raise DataError(
                 f"its images{found} have more than {_MOST_TOKENS} patches{of}; give fewer, or "
@@ -261,12 +263,21 @@ def _check_sizes(images: Any) -> None:
     size = getattr(images, "size", None) or {}
     longest = size.get("longest_edge") or 0
     tile = (getattr(images, "max_image_size", None) or {}).get("longest_edge")
-    copies = getattr(images, "temporal_patch_size", 1)
-    most = max(longest, size.get("shortest_edge") or 0) * copies
+    copies, patch, merged = (
+        getattr(images, name, None) or 1
+        for name in ("temporal_patch_size", "patch_size", "merge_size")
+    )  # a side is of merged patches, one at least
+    most = max(longest, size.get("shortest_edge") or 0, (patch * merged) ** 2) * copies
     if (tile is not None and longest > _MOST_TILES * tile) or most > 2 * MOST_RESIZED_PIXELS:
         raise ConfigError(
-            f"the model's processor makes images of {longest} pixels ({copies} copies, tiles of "
-            f"{tile}), which is too much; correct size in {PREPROCESSOR_FILE}"
+            f"the model's processor makes images of {max(longest, most // copies)} pixels "
+            f"({copies} copies, tiles of {tile}), which is too much; correct size, patch_size and "
+            f"merge_size in {PREPROCESSOR_FILE}"
+        )
+    if tile is not None and not images.do_resize:
+        raise ConfigError(
+            f"the model's processor cuts images of any size into tiles (do_resize is false); set "
+            f"it to true in {PREPROCESSOR_FILE}"
         )
     if getattr(images, "do_pan_and_scan", False):
         raise ConfigError(
