@@ -86,6 +86,13 @@ def test_more_patches_than_a_row_can_have_are_not_made(
         processor.images([Image.new("RGB", (16, 30))])
 
 
+def test_a_picture_that_the_model_would_take_for_padding_is_refused(folders: Path) -> None:
+    black = [Image.new("RGB", (16, 30))]
+    assert processor_of(folders / "idefics3").images(black)["pixel_values"].any()
+    with pytest.raises(DataError, match="nothing but zeros"):
+        processor_of(folders / "idefics3", image_mean=[0, 0, 0]).images(black)
+
+
 def test_a_package_that_a_processor_lacks_is_told(
     folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
