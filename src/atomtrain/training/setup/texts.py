@@ -75,12 +75,15 @@ class Text(NamedTuple):
         return ", ".join(self.data) or "the demo corpus"
 
     def largest(self, context: int, sequences: int) -> Batch:
-        """Return sequences whose images have most tokens, of data with images."""
-        sources = [s for s in self.material.sources if isinstance(s, ExampleMaterial) and s.look]
-        parts = [source.train(context) for source in sources]
+        """Return sequences whose images have most tokens, of data with images, judged ones too."""
+        judged = self.material.validation
+        sources = [*self.material.sources, *(() if judged is None else (judged,))]
+        known = [source for source in sources if isinstance(source, ExampleMaterial)]
+        parts = [part for source in known for part in source.parts(context)]
         found = joined([part.batch(part.largest(sequences)) for part in parts])
-        assert sources[0].look is not None
-        tokens = (found.inputs == sources[0].look.image_number).sum(-1)
+        look = known[0].look
+        assert look is not None
+        tokens = (found.inputs == look.image_number).sum(-1)
         return found.part(tokens.argsort(descending=True, stable=True)[:sequences])
 
 
