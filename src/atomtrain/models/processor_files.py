@@ -113,6 +113,11 @@ def kept_tokens(texts: Mapping[str, str], processor: Mapping[str, Any]) -> dict[
         token = named.get(key, processor.get(key) if key == "image_token" else None)
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
+            if len(token) > _MOST_LETTERS:  # it is repeated for each feature of an image
+                raise ConfigError(
+                    f"{key} of the model's tokenizer_config.json has {len(token)} letters, at most "
+                    f"{_MOST_LETTERS} are taken; restore it"
+                )
             (tokens if key in _TOKENS else of_model)[key] = token
     if of_model:
         tokens["extra_special_tokens"] = of_model

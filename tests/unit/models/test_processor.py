@@ -14,6 +14,7 @@ from atomtrain.data.tokenizer import read_tokenizer
 from atomtrain.errors import ConfigError, DataError
 from atomtrain.models.hugging_face import HuggingFaceConfig, read_config
 from atomtrain.models.processor import Processor
+from atomtrain.models.processor_files import kept_tokens
 from tests.support.vision_folders import FAMILIES, write_vision
 
 
@@ -84,6 +85,14 @@ def test_more_patches_than_a_row_can_have_are_not_made(
     monkeypatch.setattr("atomtrain.models.processor._MOST_TOKENS", 3)
     with pytest.raises(DataError, match="its images have more than 3 patches"):
         processor.images([Image.new("RGB", (16, 30))])
+
+
+def test_a_token_that_would_make_a_huge_text_is_refused(folders: Path) -> None:
+    files = dict(read_config(folders / "gemma3").files)
+    said = json.loads(files["tokenizer_config.json"])
+    files["tokenizer_config.json"] = json.dumps({**said, "image_token": "x" * 101})
+    with pytest.raises(ConfigError, match=r"image_token of .*tokenizer_config.json has 101"):
+        kept_tokens(files, {})
 
 
 def test_a_picture_that_the_model_would_take_for_padding_is_refused(folders: Path) -> None:
