@@ -175,6 +175,15 @@ def test_a_row_that_cannot_be_seen_is_refused(
     assert "\n" not in str(found.value)
 
 
+def test_a_row_of_pictures_that_memory_might_not_hold_is_refused(
+    place: Path, encoder: PictureEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = Row("many", row_about(*["pictures/0.png"] * 1000), place / "data")
+    monkeypatch.setattr("atomtrain.data.pictures._MOST_ROW_PIXELS", 2000)
+    with pytest.raises(DataError, match=r"many: its first [0-9] images have .* pixels together"):
+        encoder.encode(row)
+
+
 def test_images_of_data_without_a_folder_are_refused(encoder: PictureEncoder) -> None:
     with pytest.raises(DataError, match="the data are not a file"):
         encoder.encode(Row("named", row_about("pictures/0.png")))
