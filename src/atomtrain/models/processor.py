@@ -31,6 +31,8 @@ _VIDEOS = "video_processor"
 """A processor's last part, if it has one."""
 _MOST_TILES = 16
 """Into which a side of a picture is cut."""
+_MOST_SIDE = 1 << 16
+"""Pixels of a picture's side."""
 _MOST_CHARACTERS = 1 << 20
 """Of a row's text."""
 _MOST_TOKENS = 1 << 17
@@ -144,15 +146,22 @@ class Processor:
         return {**images, "pixel_values": pixels.float()}
 
     def _check_side(self, size: tuple[int, int]) -> None:
-        """Refuse a strip: with its shorter side resized, the other one is as much longer."""
+        """Refuse a strip.
+
+        With its shorter side resized, the other one is as much longer; and Pillow takes tens of
+        bytes for each pixel of a side that it makes shorter.
+        """
         images = self._made.image_processor
-        to_pixels = (getattr(images, "size", None) or {}).get("shortest_edge")
-        if self._by_area or to_pixels is None:
-            return
-        if to_pixels**2 * max(size) > MOST_RESIZED_PIXELS * min(size):
+        to_pixels = (getattr(images, "size", None) or {}).get("shortest_edge") or 0
+        if not self._by_area and to_pixels**2 * max(size) > MOST_RESIZED_PIXELS * min(size):
             raise DataError(
                 f"an image of {size[0]} x {size[1]} pixels is too long to have its shorter side "
                 f"resized to {to_pixels}; cut it"
+            )
+        if max(size) > _MOST_SIDE:
+            raise DataError(
+                f"an image of {size[0]} x {size[1]} pixels has a side of more than {_MOST_SIDE}; "
+                "cut it, or make it smaller"
             )
 
     def _check_tokens(self, images: Mapping[str, Any]) -> None:

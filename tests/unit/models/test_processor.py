@@ -87,6 +87,12 @@ def test_more_patches_than_a_row_can_have_are_not_made(
         processor.images([Image.new("RGB", (16, 30))])
 
 
+@pytest.mark.parametrize("name", ["idefics3", "gemma3"])
+def test_a_strip_is_refused(folders: Path, name: str) -> None:
+    with pytest.raises(DataError, match="65537 x 1 pixels has a side of more than 65536"):
+        processor_of(folders / name).images([Image.new("1", (65537, 1))])
+
+
 def test_a_token_that_would_make_a_huge_text_is_refused(folders: Path) -> None:
     files = dict(read_config(folders / "gemma3").files)
     said = json.loads(files["tokenizer_config.json"])
