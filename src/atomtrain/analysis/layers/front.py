@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -128,7 +128,11 @@ class Front(nn.Module):
             return _Output(last_hidden_state=kwargs.get("inputs_embeds"))
 
         def base(*args: Any, **kwargs: Any) -> Any:
-            output.append(type(around(*args, **kwargs)))
+            made = around(*args, **kwargs)
+            hidden = getattr(made, "last_hidden_state", None)
+            if given and (not is_dataclass(made) or hidden is not given[0][1].get("inputs_embeds")):
+                raise AnalysisError("what its language model returns is changed before its head")
+            output.append(type(made))
             raise _ReachedError
 
         with (
