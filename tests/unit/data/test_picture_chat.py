@@ -192,7 +192,7 @@ def test_images_of_data_without_a_folder_are_refused(encoder: PictureEncoder) ->
 def test_a_model_of_texts_takes_no_images(place: Path, encoder: PictureEncoder) -> None:
     sizes, tokenizer = read_config(place / "model"), read_tokenizer(place / "model")
     texts = Encoder(tokenizer, ChatTemplate(sizes.files))
-    with pytest.raises(DataError, match="the model reads texts only"):
+    with pytest.raises(DataError, match="where the model reads images and each row has one"):
         texts.encode(Row("row", row_about("pictures/0.png"), place / "data"))
 
 
