@@ -22,7 +22,12 @@ _OF_IMAGES = {
 }  # fmt: skip
 _AREAS = {"max_pixels", "min_pixels", "size"}
 """Settings that are numbers of pixels where sizes are areas."""
-_FORMS = {"max_image_size": dict, "merge_size": int, "patch_size": int, "temporal_patch_size": int}
+_FORMS: dict[str, type] = {
+    "max_image_size": dict,
+    "merge_size": int,
+    "patch_size": int,
+    "temporal_patch_size": int,
+}
 """Settings that must be of these types, or null."""
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MODEL_TOKENS = ("image_token", "boi_token", "eoi_token", "video_token")
