@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from atomtrain.data.chat import ChatTemplate, Encoder
+from atomtrain.data.dialogues import names_images
 from atomtrain.data.examples import IGNORED, Examples, Rows
 from atomtrain.data.picture_chat import PictureEncoder
 from atomtrain.data.rows import Row, read_rows
@@ -187,6 +188,20 @@ def test_a_row_of_pictures_that_memory_might_not_hold_is_refused(
 def test_images_of_data_without_a_folder_are_refused(encoder: PictureEncoder) -> None:
     with pytest.raises(DataError, match="the data are not a file"):
         encoder.encode(Row("named", row_about("pictures/0.png")))
+
+
+@pytest.mark.parametrize(
+    ("messages", "names"),
+    [
+        (row_about("a.png")["messages"], True),
+        ([{"role": "user", "content": "a.png"}], False),
+        ([{"content": [{"type": "text", "text": "image"}, "image"]}, "image"], False),
+        (5, False),
+        (None, False),
+    ],
+)
+def test_whether_a_row_names_an_image_is_told_whatever_it_holds(messages: Any, names: bool) -> None:
+    assert names_images(Row("row", {"messages": messages})) is names
 
 
 def test_a_model_of_texts_takes_no_images(place: Path, encoder: PictureEncoder) -> None:
