@@ -223,6 +223,11 @@ def run(arguments: Sequence[str]) -> int:
     report = make_report(model, setting, place.local)
     if warning := crowding_warning(place.crowded_share):
         sys.stderr.write(f"warning: {warning}\n")
+    if model.leaves_images_out:
+        sys.stderr.write(
+            "warning: images are not counted, since data decide how large they are; atom train "
+            "plans with the largest ones\n"
+        )
     if options.picture is not None:
         from atomtrain.views.plans.step import step_picture
 

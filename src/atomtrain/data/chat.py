@@ -199,8 +199,8 @@ class Encoder:
     def _dialogue(self, said: Dialogue) -> Example:
         if not all(isinstance(message["content"], str) for message in said.messages):
             raise DataError(
-                "a message's content is a list, as of images, and the model reads texts only; give "
-                "texts, or the folder of a model that reads images with --model"
+                "a message's content is a list, which is read where the model reads images and "
+                "each row has one; give texts, or images in all rows and such a model with --model"
             )
         rendered = self._rendered(said)
         encoded = self._tokenizer.encode_marked(rendered.whole)

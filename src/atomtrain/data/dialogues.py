@@ -114,7 +114,8 @@ def is_pair(row: Row) -> bool:
 def names_images(row: Row) -> bool:
     """Return whether a row's messages name an image."""
     messages = row.values.get("messages")
-    contents = [m.get("content") for m in messages or () if isinstance(m, Mapping)]
+    said = messages if isinstance(messages, list) else ()
+    contents = [message.get("content") for message in said if isinstance(message, Mapping)]
     items = [item for content in contents if isinstance(content, list) for item in content]
     return any(isinstance(item, Mapping) and item.get("type") == "image" for item in items)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -134,6 +135,13 @@ class ExampleMaterial(NamedTuple):
             padding=self.padding,
             look=self.look,
         )
+
+    def parts(self, context: int) -> list[Rows]:
+        """Return the rows to learn from and those to evaluate on, where there are some."""
+        found = [self.train(context)] if self.examples.train.count else []
+        with suppress(DataError):  # a small source beside others may hold out none that fits
+            found.append(self._held_out(context))
+        return found
 
     def held_out(self, context: int, sequences: int, limit: int | None) -> Iterator[Batch]:
         return held_out_rows(self._held_out(context), sequences, limit)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atomtrain.data.chat import ChatTemplate, Encoder, Example
 from atomtrain.data.dialogues import Dialogue, Message, understand
-from atomtrain.data.pictures import Picture, describe, find_picture, open_again
+from atomtrain.data.pictures import Picture, describe_all, find_picture, open_again
 from atomtrain.data.rows import Row
 from atomtrain.data.tokenizer import Tokenizer
 from atomtrain.errors import DataError
@@ -92,7 +92,7 @@ class PictureEncoder(Encoder):
         paths = [find_picture(name, row.folder) for name in names]
         rendered = self._rendered(said._replace(messages=messages))
         self._check(rendered.whole, messages, len(names))
-        found = [describe(path) for path in paths]
+        found = describe_all(paths)
         seen = self._reader.read(rendered.whole, [image for _, image in found])
         if self._reader.alike:
             self._check_alike(row.place, seen.images["pixel_values"], paths)

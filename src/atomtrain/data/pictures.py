@@ -9,16 +9,20 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
+from collections.abc import Iterable
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
 from atomtrain.errors import DataError
+from atomtrain.units import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 _MOST_BYTES = 256 << 20
+_MOST_ROW_PIXELS = 1 << 29
+"""Of all pictures of a row, which are open together."""
 _MOST_LETTERS = 200
 """Of a name in messages."""
 
@@ -74,6 +78,25 @@ def describe(path: Path) -> tuple[Picture, Image]:
     """
     content = _read(path)
     return Picture(path, hashlib.sha256(content).hexdigest()), _opened(content, path)
+
+
+def describe_all(paths: Iterable[Path]) -> list[tuple[Picture, Image]]:
+    """Return what stands for each file of a row, and its picture.
+
+    Raises:
+        DataError: as `describe`; or together they have too many pixels.
+    """
+    found, pixels = [], 0
+    for path in paths:
+        found.append(describe(path))
+        width, height = found[-1][1].size
+        pixels += width * height
+        if pixels > _MOST_ROW_PIXELS:
+            raise DataError(
+                f"its first {counted(len(found), 'image')} have {pixels} pixels together, at most "
+                f"{_MOST_ROW_PIXELS} are taken; make them smaller, or give fewer"
+            )
+    return found
 
 
 def open_again(picture: Picture) -> Image:

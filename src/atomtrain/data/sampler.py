@@ -48,6 +48,8 @@ def _numbers(rows: Tensor) -> list[int]:
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    if len(tensors) == 1:  # images are large: no second copy of them
+        return tensors[0]
     shape = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
     made = tensors[0].new_zeros(sum(len(tensor) for tensor in tensors), *shape)
     start = 0

@@ -137,7 +137,9 @@ _EXPERT_COUNTS = {
     "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts",
     "num_experts_per_tok", "num_routed_experts",
 }  # fmt: skip
-_MOST_LAYERS, _MOST_EXPERTS = 4096, 16384
+_WINDOW = "window_size"
+"""A side in pixels where attention is to images: as large an array is made of each."""
+_MOST_LAYERS, _MOST_EXPERTS, _MOST_WINDOW = 4096, 16384, 16384
 _MOST = 1 << 31
 _DEEPEST = 16
 _FETCHING = ("get_kernel", "get_kernel_hub")
@@ -220,6 +222,8 @@ def _check(key: str, value: Any, what: str) -> None:
         )
     elif key in _LAYERS:
         _check_size(key, value, what, 0, _MOST_LAYERS)
+    elif key == _WINDOW:
+        _check_size(key, value, what, 0, _MOST_WINDOW)
     elif key in _EXPERT_COUNTS:
         _check_size(key, value, what, 0, _MOST_EXPERTS)
     elif key in _SIZES:

@@ -31,6 +31,8 @@ _VIDEOS = "video_processor"
 """A processor's last part, if it has one."""
 _MOST_TILES = 16
 """Into which a side of a picture is cut."""
+_MOST_SIDE = 1 << 16
+"""Pixels of a picture's side."""
 _MOST_CHARACTERS = 1 << 20
 """Of a row's text."""
 _MOST_TOKENS = 1 << 17
@@ -136,18 +138,30 @@ class Processor:
                 f"the processor makes {shape} values of {pictures} images, and one array of "
                 "channels, height and width for each is needed; take its tiles away"
             )
+        if pixels.ndim == 5 and not bool(pixels.flatten(2).any(-1).all()):
+            raise DataError(
+                "an image, or a tile of one, becomes nothing but zeros, which the model takes for "
+                f"padding; correct image_mean in {PREPROCESSOR_FILE}"
+            )
         return {**images, "pixel_values": pixels.float()}
 
     def _check_side(self, size: tuple[int, int]) -> None:
-        """Refuse a strip: with its shorter side resized, the other one is as much longer."""
+        """Refuse a strip.
+
+        With its shorter side resized, the other one is as much longer; and Pillow takes tens of
+        bytes for each pixel of a side that it makes shorter.
+        """
         images = self._made.image_processor
-        to_pixels = (getattr(images, "size", None) or {}).get("shortest_edge")
-        if self._by_area or to_pixels is None:
-            return
-        if to_pixels**2 * max(size) > MOST_RESIZED_PIXELS * min(size):
+        to_pixels = (getattr(images, "size", None) or {}).get("shortest_edge") or 0
+        if not self._by_area and to_pixels**2 * max(size) > MOST_RESIZED_PIXELS * min(size):
             raise DataError(
                 f"an image of {size[0]} x {size[1]} pixels is too long to have its shorter side "
                 f"resized to {to_pixels}; cut it"
+            )
+        if max(size) > _MOST_SIDE:
+            raise DataError(
+                f"an image of {size[0]} x {size[1]} pixels has a side of more than {_MOST_SIDE}; "
+                "cut it, or make it smaller"
             )
 
     def _check_tokens(self, images: Mapping[str, Any]) -> None:
@@ -162,8 +176,10 @@ class Processor:
             height, width = np.asarray(pixels[0]).shape[-2:]
             patches = (height // patch) * (width // patch) * len(pixels)
             found, of = f" of {height} x {width} pixels", f" of {patch} x {patch}"
-        else:
-            return
+        else:  # as many for each image, or for each tile of it
+            each = getattr(self._made, "image_seq_len", 0) or self._made.image_seq_length
+            patches = int(each * np.prod(np.shape(images["pixel_values"])[:-3]))
+            found, of = "", ""
         if patches > _MOST_TOKENS:
             raise DataError(
                 f"its images{found} have more than {_MOST_TOKENS} patches{of}; give fewer, or "
@@ -261,12 +277,21 @@ def _check_sizes(images: Any) -> None:
     size = getattr(images, "size", None) or {}
     longest = size.get("longest_edge") or 0
     tile = (getattr(images, "max_image_size", None) or {}).get("longest_edge")
-    copies = getattr(images, "temporal_patch_size", 1)
-    most = max(longest, size.get("shortest_edge") or 0) * copies
+    copies, patch, merged = (
+        getattr(images, name, None) or 1
+        for name in ("temporal_patch_size", "patch_size", "merge_size")
+    )  # a side is of merged patches, one at least
+    most = max(longest, size.get("shortest_edge") or 0, (patch * merged) ** 2) * copies
     if (tile is not None and longest > _MOST_TILES * tile) or most > 2 * MOST_RESIZED_PIXELS:
         raise ConfigError(
-            f"the model's processor makes images of {longest} pixels ({copies} copies, tiles of "
-            f"{tile}), which is too much; correct size in {PREPROCESSOR_FILE}"
+            f"the model's processor makes images of {max(longest, most // copies)} pixels "
+            f"({copies} copies, tiles of {tile}), which is too much; correct size, patch_size and "
+            f"merge_size in {PREPROCESSOR_FILE}"
+        )
+    if tile is not None and not images.do_resize:
+        raise ConfigError(
+            f"the model's processor cuts images of any size into tiles (do_resize is false); set "
+            f"it to true in {PREPROCESSOR_FILE}"
         )
     if getattr(images, "do_pan_and_scan", False):
         raise ConfigError(

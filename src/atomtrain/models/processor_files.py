@@ -22,6 +22,13 @@ _OF_IMAGES = {
 }  # fmt: skip
 _AREAS = {"max_pixels", "min_pixels", "size"}
 """Settings that are numbers of pixels where sizes are areas."""
+_FORMS: dict[str, type] = {
+    "max_image_size": dict,
+    "merge_size": int,
+    "patch_size": int,
+    "temporal_patch_size": int,
+}
+"""Settings that must be of these types, or null."""
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MODEL_TOKENS = ("image_token", "boi_token", "eoi_token", "video_token")
 """Tokens that only models that read images have."""
@@ -84,18 +91,20 @@ def _check_type(name: object) -> None:
 
 def _check_value(key: str, value: Any, most: int) -> None:
     """Refuse what is deep or large: a picture, or what stands for it, would be made as large."""
-    inside = list(value.values()) if isinstance(value, dict) else value
-    for each in inside if isinstance(inside, list) else [inside]:
+
+    def sane(each: Any) -> bool:
         if isinstance(each, str):
-            sane = len(each) <= _MOST_LETTERS and not isinstance(value, dict)
-        else:
-            sane = each is None or (isinstance(each, int | float) and 0 <= each <= most)
-        if not sane:
-            raise ConfigError(
-                f"the model's processor says {key} {str(value)[:60]}; numbers from 0 to "
-                f"{most} are taken, and words: correct {PREPROCESSOR_FILE} or "
-                f"{PROCESSOR_FILE}"
-            )
+            return len(each) <= _MOST_LETTERS and not isinstance(value, dict)
+        return each is None or (isinstance(each, int | float) and 0 <= each <= most)
+
+    formed = value is None or isinstance(value, _FORMS.get(key, object))
+    inside = list(value.values()) if isinstance(value, dict) else value
+    if not formed or not all(map(sane, inside if isinstance(inside, list) else [inside])):
+        raise ConfigError(
+            f"the model's processor says {key} {str(value)[:60]}; numbers from 0 to "
+            f"{most} are taken, and words: correct {PREPROCESSOR_FILE} or "
+            f"{PROCESSOR_FILE}"
+        )
 
 
 def kept_tokens(texts: Mapping[str, str], processor: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,6 +118,11 @@ def kept_tokens(texts: Mapping[str, str], processor: Mapping[str, Any]) -> dict[
         token = named.get(key, processor.get(key) if key == "image_token" else None)
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
+            if len(token) > _MOST_LETTERS:  # it is repeated for each feature of an image
+                raise ConfigError(
+                    f"{key} of the model's tokenizer_config.json has {len(token)} letters, at most "
+                    f"{_MOST_LETTERS} are taken; restore it"
+                )
             (tokens if key in _TOKENS else of_model)[key] = token
     if of_model:
         tokens["extra_special_tokens"] = of_model

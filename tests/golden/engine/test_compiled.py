@@ -28,6 +28,7 @@ from atomtrain.engine.execution.compiled import (
 from atomtrain.engine.execution.offload import Offload
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.shape import Activation, Shape
+from tests.support import vision_models
 from tests.support.own_backward import own_backward
 from tests.support.planning_models import use_shape
 from tests.support.reference import assert_equal_training, train, twin
@@ -291,3 +292,12 @@ def test_measuring_writes_nothing_to_the_terminal() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
     assert (done.stdout, done.stderr) == ("4096\n", "")
+
+
+def test_a_front_is_not_compiled_since_images_have_any_sizes() -> None:
+    model, draw = vision_models.qwen3_vl()
+    traced = chain_of(model, draw())
+    costs = layer_costs(traced.chain, traced.bind(draw()))
+    layers = compiled(traced.chain, costs, torch.device("cpu"), PARTITIONED).layers
+    assert not isinstance(layers[0], CompiledLayer)
+    assert all(isinstance(layer, CompiledLayer) for layer in layers[1:])

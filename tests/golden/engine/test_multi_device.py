@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from atomtrain.engine.execution.multi_device import divided
 from atomtrain.errors import ConfigError, PlanError
 from atomtrain.optimizers import AdamW
 from atomtrain.planning.plan.updating import share_of
+from tests.support import vision_models
+from tests.support.any_models import Case
 from tests.support.injecting import device_with
 from tests.support.reference import assert_equal_training, gpt_loss, twin
 from tests.support.several import in_shares, train_in_shares
@@ -97,6 +99,15 @@ def test_two_devices(segments: int, micro_batches: int) -> None:
 def test_tied_weights(devices: int, segments: int) -> None:
     steps = token_batches(devices)
     check(gpt(0.2), steps, devices, segments=segments, inject=random_delays(devices))
+
+
+@pytest.mark.parametrize("make", [vision_models.qwen3_vl, vision_models.idefics3])
+def test_models_that_run_by_their_own_code_before_their_language_model(
+    make: Callable[[], Case],
+) -> None:
+    model, draw = make()
+    steps = [[draw() for _ in range(4)] for _ in range(3)]
+    check(model, steps, loss_of=lambda model, batch: model(**batch).loss, segments=3)
 
 
 @pytest.mark.parametrize("clip_norm", [0.1, 1e6])

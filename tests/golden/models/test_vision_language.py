@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -123,3 +124,18 @@ def test_more_image_tokens_than_features_are_told_with_the_models_own_reason() -
     example["input_ids"][0, -1] = IMAGE
     with pytest.raises(AnalysisError, match="Image features and image tokens do not match"):
         chain_of(model, example)
+
+
+def test_a_model_that_changes_what_its_language_model_returns_is_refused() -> None:
+    model, draw = vision_models.qwen3_vl()
+    base: Any = model.model
+    original = base.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        made.last_hidden_state = made.last_hidden_state * 2
+        return made
+
+    base.forward = forward
+    with pytest.raises(AnalysisError, match="language model returns is changed before its head"):
+        chain_of(model, draw())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +23,7 @@ from atomtrain.training.config.optimizing import named_optimizer
 from atomtrain.training.setup.objective import NextToken
 from atomtrain.training.setup.texts import read_text
 from atomtrain.views.plans.subject import subject
-from tests.support.image_models import write_rows
+from tests.support.image_models import row_about, write_rows
 from tests.support.vision_folders import FAMILIES, write_unlike_chats, write_vision
 
 hf = pytest.importorskip("transformers")
@@ -155,12 +157,47 @@ def test_gemma_learns_from_texts_alone_too_and_packs_these(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("family", ["gemma3"], indirect=True)
+@pytest.mark.parametrize("where", ["--data", "--validation"])
+def test_texts_and_images_in_different_sources_are_refused_in_any_order(
+    family: str, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "red"}]
+    write_rows(Path("texts.jsonl"), [{"messages": said}] * 12)
+    for first, second in itertools.permutations(["texts.jsonl", "data/chats.jsonl"]):
+        assert train("mixed", where, second, data=first) == 2
+        assert "texts.jsonl:1: has no image" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_run_is_planned_with_the_largest_images_judged_ones_too(family: str, apart: bool) -> None:
+    rows = [json.loads(line) for line in Path("data/chats.jsonl").read_text().splitlines()]
+    before = [row for row in rows if len(row["messages"][0]["content"]) == 2]
+    last = row_about("pictures/0-0.png", "pictures/9-0.png")  # of a few the last is held out
+    write_rows(Path("data/train.jsonl"), before if apart else [*before, last])
+    write_rows(Path("data/judged.jsonl"), [last])
+    text = read_text(
+        ["data/train.jsonl"], read_config(Path("model")), read_tokenizer(Path("model")),
+        validation="data/judged.jsonl" if apart else None,
+    )  # fmt: skip
+    (judged,) = text.material.held_out(CONTEXT, 1, 1)
+    images = text.largest(CONTEXT, 1).images
+    assert images is not None
+    assert judged.images is not None
+    assert torch.equal(images.together()["pixel_values"], judged.images.together()["pixel_values"])
+
+
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
-def test_a_plan_has_the_language_part_and_holds_the_tower(family: str) -> None:
+def test_a_plan_has_the_language_part_and_holds_the_tower(
+    family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     planned = subject("model", 64)
     chain = planned.analyse(1).chain
     assert "model.language_model.layers.2" in [layer.name for layer in chain.layers]
     assert {id(p) for p in planned.model.parameters()} == {id(p) for p in chain.parameters}
+    assert main(["plan", "model", "--context", "64", "--gpu", "rtx-3090"]) == 0
+    assert "warning: images are not counted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)

@@ -49,3 +49,25 @@ def test_what_is_overwritten_by_something_unknown_is_unknown() -> None:
             given.add_(weights)
             with pytest.raises(DataDependentOutputException):
                 given.tolist()
+
+
+def test_what_shares_memory_with_something_overwritten_is_unknown_too() -> None:
+    data = torch.ones(2)
+    with FakeTensorMode():
+        given, weights = torch.empty(2), torch.empty(1)
+        with known_data([(given, data)]):
+            first, other = given[:1], given + 1
+            first.add_(weights)
+            assert other.tolist() == [2, 2]
+            with pytest.raises(DataDependentOutputException):
+                given.tolist()
+
+
+def test_the_data_themselves_are_not_written_over() -> None:
+    data = torch.ones(2)
+    with FakeTensorMode():
+        given = torch.empty(2)
+        with known_data([(given, data)]):
+            given.add_(1)
+            assert given.tolist() == [2, 2]
+    assert data.tolist() == [1, 1]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from atomtrain.data.chat import ChatTemplate, Encoder
+from atomtrain.data.dialogues import names_images
 from atomtrain.data.examples import IGNORED, Examples, Rows
 from atomtrain.data.picture_chat import PictureEncoder
 from atomtrain.data.rows import Row, read_rows
@@ -175,15 +176,38 @@ def test_a_row_that_cannot_be_seen_is_refused(
     assert "\n" not in str(found.value)
 
 
+def test_a_row_of_pictures_that_memory_might_not_hold_is_refused(
+    place: Path, encoder: PictureEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = Row("many", row_about(*["pictures/0.png"] * 1000), place / "data")
+    monkeypatch.setattr("atomtrain.data.pictures._MOST_ROW_PIXELS", 2000)
+    with pytest.raises(DataError, match=r"many: its first [0-9] images have .* pixels together"):
+        encoder.encode(row)
+
+
 def test_images_of_data_without_a_folder_are_refused(encoder: PictureEncoder) -> None:
     with pytest.raises(DataError, match="the data are not a file"):
         encoder.encode(Row("named", row_about("pictures/0.png")))
 
 
+@pytest.mark.parametrize(
+    ("messages", "names"),
+    [
+        (row_about("a.png")["messages"], True),
+        ([{"role": "user", "content": "a.png"}], False),
+        ([{"content": [{"type": "text", "text": "image"}, "image"]}, "image"], False),
+        (5, False),
+        (None, False),
+    ],
+)
+def test_whether_a_row_names_an_image_is_told_whatever_it_holds(messages: Any, names: bool) -> None:
+    assert names_images(Row("row", {"messages": messages})) is names
+
+
 def test_a_model_of_texts_takes_no_images(place: Path, encoder: PictureEncoder) -> None:
     sizes, tokenizer = read_config(place / "model"), read_tokenizer(place / "model")
     texts = Encoder(tokenizer, ChatTemplate(sizes.files))
-    with pytest.raises(DataError, match="the model reads texts only"):
+    with pytest.raises(DataError, match="where the model reads images and each row has one"):
         texts.encode(Row("row", row_about("pictures/0.png"), place / "data"))
 
 

@@ -202,3 +202,8 @@ def test_images_of_rows_are_picked_joined_and_padded() -> None:
     assert found["pixel_values"].tolist() == [
         [2, 2, 0], [2, 2, 0], [1, 0, 0], [1, 0, 0], [1, 1, 1]
     ]  # fmt: skip
+
+
+def test_images_of_one_row_are_not_copied() -> None:
+    pixels = torch.ones(2, 3)
+    assert Images([{"pixel_values": pixels}]).together()["pixel_values"] is pixels

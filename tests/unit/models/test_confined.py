@@ -93,6 +93,7 @@ SIZES: dict[str, Any] = {"config": LLAMA, "vocabulary": 300, "context": 128, "wi
         {"vocabulary": -1}, {"vocabulary": "x"}, {"width": 1 << 40}, {"context": 0.5},
         {"config": {**LLAMA, "num_hidden_layers": True}},
         {"config": {**LLAMA, "num_hidden_layers": 5000}},
+        {"config": {**LLAMA, "vision_config": {"window_size": 16385}}},
         {"config": {**LLAMA, "head_dim": [8, -8]}},
     ],
 )  # fmt: skip

@@ -14,6 +14,7 @@ from atomtrain.data.tokenizer import read_tokenizer
 from atomtrain.errors import ConfigError, DataError
 from atomtrain.models.hugging_face import HuggingFaceConfig, read_config
 from atomtrain.models.processor import Processor
+from atomtrain.models.processor_files import kept_tokens
 from tests.support.vision_folders import FAMILIES, write_vision
 
 
@@ -60,7 +61,12 @@ def test_patches_are_as_many_as_a_picture_has_room_for(folders: Path) -> None:
         ("qwen2_5_vl", {"size": {"shortest_edge": 1, "longest_edge": 1 << 27}}, "numbers from 0"),
         ("qwen2_5_vl", {"temporal_patch_size": 4096, "max_pixels": 1 << 20}, "which is too much"),
         ("qwen2_5_vl", {"patch_size": 5000}, "says patch_size 5000"),
+        ("qwen2_5_vl", {"temporal_patch_size": "ab"}, "says temporal_patch_size ab"),
+        ("qwen2_5_vl", {"temporal_patch_size": [1, 2]}, "says temporal_patch_size .1, 2."),
+        ("qwen2_5_vl", {"patch_size": 128, "merge_size": 128}, "images of 268435456 pixels"),
         ("idefics3", {"max_image_size": {"longest_edge": 1}}, "tiles of 1"),
+        ("idefics3", {"max_image_size": 16}, "says max_image_size 16"),
+        ("idefics3", {"do_resize": False}, "cuts images of any size into tiles"),
         ("gemma3", {"do_pan_and_scan": True}, "cuts images .do_pan_and_scan."),
     ],
 )
@@ -71,13 +77,35 @@ def test_settings_that_make_pictures_huge_are_refused(
         processor_of(folders / name, **settings)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3", "gemma3"])
 def test_more_patches_than_a_row_can_have_are_not_made(
-    folders: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    processor = processor_of(folders / "qwen2_5_vl")
+    processor = processor_of(folders / name)
     monkeypatch.setattr("atomtrain.models.processor._MOST_TOKENS", 3)
     with pytest.raises(DataError, match="its images have more than 3 patches"):
         processor.images([Image.new("RGB", (16, 30))])
+
+
+@pytest.mark.parametrize("name", ["idefics3", "gemma3"])
+def test_a_strip_is_refused(folders: Path, name: str) -> None:
+    with pytest.raises(DataError, match="65537 x 1 pixels has a side of more than 65536"):
+        processor_of(folders / name).images([Image.new("1", (65537, 1))])
+
+
+def test_a_token_that_would_make_a_huge_text_is_refused(folders: Path) -> None:
+    files = dict(read_config(folders / "gemma3").files)
+    said = json.loads(files["tokenizer_config.json"])
+    files["tokenizer_config.json"] = json.dumps({**said, "image_token": "x" * 101})
+    with pytest.raises(ConfigError, match=r"image_token of .*tokenizer_config.json has 101"):
+        kept_tokens(files, {})
+
+
+def test_a_picture_that_the_model_would_take_for_padding_is_refused(folders: Path) -> None:
+    black = [Image.new("RGB", (16, 30))]
+    assert processor_of(folders / "idefics3").images(black)["pixel_values"].any()
+    with pytest.raises(DataError, match="nothing but zeros"):
+        processor_of(folders / "idefics3", image_mean=[0, 0, 0]).images(black)
 
 
 def test_a_package_that_a_processor_lacks_is_told(

@@ -18,6 +18,13 @@ from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.errors import AnalysisError
 
 
+class Aside:
+    """A module that another one runs and that is not a part of it; a replica gets its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+
+
 @dataclass(frozen=True)
 class Layer:
     """Indivisible link of the chain: `writes = module(*reads)`."""

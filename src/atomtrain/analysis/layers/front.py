@@ -9,10 +9,9 @@ exported as with any other model.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from atomtrain.analysis.export.structure import NotPlainError, put_together, taken_apart
-from atomtrain.analysis.layers.chain import Layer
+from atomtrain.analysis.layers.chain import Aside, Layer
 from atomtrain.analysis.layers.known_data import known_data
 from atomtrain.analysis.layers.micro_batch import Inputs, MicroBatch, Spec
 from atomtrain.errors import AnalysisError, ConfigError, reason_of
@@ -61,27 +60,37 @@ class Front(nn.Module):
         """
         super().__init__()
         whole: Any = model
-        self._base, self._language = _Aside(whole.base_model), _Aside(language_of(model))
+        self._model, self._inputs = Aside(model), inputs
         for name, child in whole.base_model.named_children():
-            if child is not self._language.value:
+            if child is not self.language:
                 self.add_module(name, child)
         self.input_embeddings = whole.get_input_embeddings()
-        self._call: Callable[..., Any] = functools.partial(inputs.call, model)
-        self._example = _Aside([tensor.detach().cpu() for tensor in inputs.tensors(example)])
+        self._example = [tensor.detach().cpu() for tensor in inputs.tensors(example)]
         self._names = inputs.tensor_names
         self._found: _Found | None = None
         with FakeTensorMode(), torch.no_grad():
-            given = [torch.empty(t.shape, dtype=t.dtype) for t in self._example.value]
+            given = [torch.empty(t.shape, dtype=t.dtype) for t in self._example]
             _run_without_data(self, given)
         assert self._found is not None
         made = [f"{NAME}/{index}" for index in range(len(self._found.specs))]
         self.layer: Layer = Layer(NAME, self, tuple(self._names), tuple(made))
 
+    @property
+    def base(self) -> nn.Module:
+        """What is around the language model, without its head."""
+        base: nn.Module = self._model.module.base_model
+        return base
+
+    @property
+    def language(self) -> Any:
+        """The language model."""
+        return language_of(self._model.module)
+
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with unchanged(self._base.value):
+        with unchanged(self.base):
             if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
                 return self._made(tensors)
-            with known_data(zip(tensors, self._example.value, strict=True)):
+            with known_data(zip(tensors, self._example, strict=True)):
                 return self._made(tensors)
 
     def _made(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -110,7 +119,7 @@ class Front(nn.Module):
         """Return the arguments of the language model, and the type of what is around it."""
         given: list[Any] = []
         output: list[type] = []
-        around = self._base.value.forward
+        around = self.base.forward
 
         def language(*args: Any, **kwargs: Any) -> Any:
             given.append((args, _dense(_without_cache(kwargs))))
@@ -119,15 +128,19 @@ class Front(nn.Module):
             return _Output(last_hidden_state=kwargs.get("inputs_embeds"))
 
         def base(*args: Any, **kwargs: Any) -> Any:
-            output.append(type(around(*args, **kwargs)))
+            made = around(*args, **kwargs)
+            hidden = getattr(made, "last_hidden_state", None)
+            if given and (not is_dataclass(made) or hidden is not given[0][1].get("inputs_embeds")):
+                raise AnalysisError("what its language model returns is changed before its head")
+            output.append(type(made))
             raise _ReachedError
 
         with (
-            _instead(self._language.value, "forward", language),
-            _instead(self._base.value, "forward", base),
+            _instead(self.language, "forward", language),
+            _instead(self.base, "forward", base),
             suppress(_ReachedError),
         ):
-            self._call(tensors)
+            self._inputs.call(self._model.module, tensors)
         if not given:
             raise AnalysisError("forward does not call its language model")
         return given[0], output[0] if output else type(None)
@@ -158,8 +171,8 @@ class Rest:
 
         front = self._front
         with (
-            _instead(front._base.value, "forward", base),
-            _instead(front._language.value, _ADD, _add_dense),
+            _instead(front.base, "forward", base),
+            _instead(front.language, _ADD, _add_dense),
         ):
             return self._inputs.call(model, tensors[: len(self._given)])
 
@@ -178,13 +191,6 @@ def language_of(model: nn.Module) -> Any:
     """Return the language model that a model holds, perhaps itself; `None`: it does not say."""
     find = getattr(model, "get_decoder", None)
     return None if find is None else find()
-
-
-class _Aside:
-    """Something that is not a part of the module that holds this."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 class _Output(dict[str, Any]):

@@ -49,8 +49,9 @@ class _KnownData(TorchDispatchMode):
     def __init__(self, known: Iterable[tuple[Tensor, Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._data = WeakTensorKeyDictionary()
-        for fake, data in known:
-            self._data[fake] = data
+        with _disable_current_modes():
+            for fake, data in known:
+                self._data[fake] = data.clone()  # which the model may write over
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -62,9 +63,16 @@ class _KnownData(TorchDispatchMode):
         for described, value in zip(func._schema.arguments, args, strict=False):
             if described.alias_info is not None and described.alias_info.is_write:
                 for tensor in tree_leaves(value):
-                    if isinstance(tensor, Tensor):
-                        self._data.pop(tensor, None)
+                    if isinstance(tensor, Tensor) and tensor in self._data:
+                        self._forget(tensor)
         return func(*args, **kwargs)
+
+    def _forget(self, tensor: Tensor) -> None:
+        """Take away the data of a tensor, and of all that share their memory."""
+        written = self._data[tensor].untyped_storage()._cdata
+        known = list(self._data.items())
+        for other in [o for o, data in known if data.untyped_storage()._cdata == written]:
+            del self._data[other]
 
     def _is_known(self, tensor: Tensor) -> bool:
         """Return whether there are data; numbers in the model's code are real tensors at first."""

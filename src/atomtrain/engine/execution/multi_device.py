@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from atomtrain.analysis.costs.costs import ChainCosts
-from atomtrain.analysis.layers.chain import Chain
+from atomtrain.analysis.layers.chain import Aside, Chain
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.streams import Record
 from atomtrain.engine.execution.executor import Executor, Values
@@ -243,18 +243,28 @@ def replica_of(chain: Chain) -> Chain:
 def refresh(replica: Chain, chain: Chain) -> None:
     """Take over what was changed in a chain's modules, such as their mode or a dropout's rate."""
     for target, source in zip(replica.layers, chain.layers, strict=True):
-        pairs = zip(target.module.modules(), source.module.modules(), strict=True)
+        pairs = zip(_modules_of(target.module), _modules_of(source.module), strict=True)
         for copy, module in pairs:
             for name, value in module.__dict__.items():
-                if name not in _TABLES:
+                if name not in _TABLES and not isinstance(value, Aside):
                     copy.__dict__[name] = value
+
+
+def _modules_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules in one, and those that it runs beside them."""
+    yield from module.modules()
+    for value in module.__dict__.values():
+        if isinstance(value, Aside):
+            yield from value.module.modules()
 
 
 def _replica(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
     if id(module) in known:
         return known[id(module)]
     replica = known[id(module)] = module.__class__.__new__(module.__class__)
-    replica.__dict__.update(module.__dict__)
+    for name, value in module.__dict__.items():
+        aside = isinstance(value, Aside)
+        replica.__dict__[name] = Aside(_replica(value.module, known)) if aside else value
     for name in _TABLES[:2]:
         replica.__dict__[name] = dict(module.__dict__[name])
     replica.__dict__["_modules"] = {

@@ -75,12 +75,15 @@ class Text(NamedTuple):
         return ", ".join(self.data) or "the demo corpus"
 
     def largest(self, context: int, sequences: int) -> Batch:
-        """Return sequences whose images have most tokens, of data with images."""
-        sources = [s for s in self.material.sources if isinstance(s, ExampleMaterial) and s.look]
-        parts = [source.train(context) for source in sources]
+        """Return sequences whose images have most tokens, of data with images, judged ones too."""
+        judged = self.material.validation
+        sources = [*self.material.sources, *(() if judged is None else (judged,))]
+        known = [source for source in sources if isinstance(source, ExampleMaterial)]
+        parts = [part for source in known for part in source.parts(context)]
         found = joined([part.batch(part.largest(sequences)) for part in parts])
-        assert sources[0].look is not None
-        tokens = (found.inputs == sources[0].look.image_number).sum(-1)
+        look = known[0].look
+        assert look is not None
+        tokens = (found.inputs == look.image_number).sum(-1)
         return found.part(tokens.argsort(descending=True, stable=True)[:sequences])
 
 
@@ -162,6 +165,7 @@ def read_text(
     if not rows or not isinstance(sizes, HuggingFaceConfig):
         read = reader.running(specs or [None], validation, hold_out, rows=rows)
     else:
+        reader.look_for_images([*specs, *([] if validation is None else [validation])])
         read = [reader.examples(spec, hold_out) for spec in specs]
         read += [] if validation is None else [reader.examples(validation, "all")]
     materials, checksums = zip(*read, strict=True)
@@ -234,13 +238,10 @@ class _Reader:
     ) -> None:
         self.tokenizer = tokenizer
         self.answered: list[_Answered] = []
+        self.sees_images = False
+        """Whether all rows have images, those of every source: batches hold rows of several."""
         self._pictures: PictureEncoder | None = None
         self._sizes, self._packed, self._learns = sizes, packed, learns
-
-    @property
-    def sees_images(self) -> bool:
-        """Whether rows have images."""
-        return self._pictures is not None
 
     def running(
         self, specs: Sequence[str | None], validation: str | None, hold_out: HoldOut, *, rows: bool
@@ -263,7 +264,7 @@ class _Reader:
         assert isinstance(self._sizes, HuggingFaceConfig)
         encoder = Encoder(self.tokenizer, ChatTemplate(self._sizes.files))
         separator, answered = self.tokenizer.separator, self._answered(spec)
-        if self._sees(spec):
+        if self.sees_images:
             return self._with_pictures(spec, answered, hold_out)
         if self._sizes.labels is not None:  # a head looks at what stands before the padding
             separator = padding_of(self._sizes.config, separator)
@@ -287,19 +288,22 @@ class _Reader:
             material = ExampleMaterial(examples, self._packed, separator)
         return material, material.examples.counts.sha256
 
-    def _sees(self, spec: str) -> bool:
-        """Return whether rows are to be read with their images."""
+    def look_for_images(self, specs: Sequence[str]) -> None:
+        """Find out whether the model needs images, or the first row of a source names one.
+
+        Raises:
+            DataError: it does, and rows are to be packed.
+        """
         assert isinstance(self._sizes, HuggingFaceConfig)
-        if self._sizes.needs_images or self._pictures is not None:
-            return True
-        if not self._sizes.reads_images or self._learns != "answers":
-            return False
-        first = next(iter(read_rows(spec)), None)
-        if first is None or not names_images(first):
-            return False
-        if self._packed:
-            raise DataError(f"{spec} has images, and --packing is for texts; leave it out")
-        return True
+        self.sees_images = self._sizes.needs_images
+        if not self._sizes.reads_images or self._learns != "answers" or self.sees_images:
+            return
+        for spec in specs:
+            first = next(iter(read_rows(spec)), None)
+            if first is not None and names_images(first):
+                if self._packed:
+                    raise DataError(f"{spec} has images, and --packing is for texts; leave it out")
+                self.sees_images = True
 
     def _with_pictures(
         self, spec: str, answered: _Answered, hold_out: HoldOut

@@ -117,6 +117,12 @@ class Subject:
         add_adapters(self.model, config)
         return replace(self, _analyses={})
 
+    @property
+    def leaves_images_out(self) -> bool:
+        """Whether data decide how large its images are: it is analysed with texts alone."""
+        kind = kind_of(self.model)
+        return kind is not None and not kind.alike
+
     @functools.cached_property
     def parameters(self) -> int:
         """Number of parameters, shared weights counted once."""
@@ -136,8 +142,7 @@ class Subject:
             if head is not None:  # one a sequence; of a reward model a number
                 labels = ids[:, 0] if head.out_features > 1 else ids[:, 0].float()
             example = {"input_ids": ids, "labels": labels}
-            kind = kind_of(self.model)
-            if kind is not None and kind.alike:  # of any other one data decide how large images are
+            if kind_of(self.model) is not None and not self.leaves_images_out:
                 example["pixel_values"] = pixels_of(self.model, sequences)
             traced = chain_of(self.model, example)
             chain = traced.chain
