@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -211,7 +212,7 @@ def test_what_cannot_be_traced_stays_with_autograd(
     monkeypatch.setattr("atomtrain.engine.execution.programs.make_fx", refusing)
     trained(Half, Half, Half, Half)
     assert not runs
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert any("run by autograd" in line and "no kernel" in line for line in said)
 
 
