@@ -251,8 +251,7 @@ def build(
         AnalysisError: the configuration cannot be made a model.
     """
     require_transformers(what)
-    config = _auto_config(sizes.config, what)
-    config.use_cache = False
+    config = _without_cache(_auto_config(sizes.config, what))
     on_meta = torch.get_default_device().type == "meta"
     make = _maker_of(sizes)
     dtype = config.dtype if as_stored else torch.float32
@@ -272,13 +271,19 @@ def build_random(sizes: HuggingFaceConfig, what: str = "the configuration") -> n
     Raises:
         AnalysisError: the configuration cannot be made a model.
     """
-    config = _auto_config(sizes.config, what)
-    config.use_cache = False
+    config = _without_cache(_auto_config(sizes.config, what))
     config._experts_implementation = "eager"
     make = _maker_of(sizes)
     with _making(what):
         model: nn.Module = make(config, dtype=torch.float32)
     return model.eval()
+
+
+def _without_cache(config: Any) -> Any:
+    """Return the configuration for training: keys and values of the past are not kept."""
+    for part in (config, config.get_text_config()):  # the language model asks its own part
+        part.use_cache = False
+    return config
 
 
 def _maker_of(sizes: HuggingFaceConfig) -> Any:

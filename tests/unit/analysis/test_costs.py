@@ -216,3 +216,37 @@ def test_what_attention_takes_inside_depends_on_heads_and_determinism(
     with installed():  # 132 processors, so 17 for each head
         assert taken(flash, query) == 17 * sums + rows
         assert taken(cudnn, query) == sums + rows
+
+
+class Part(nn.Module):
+    """Hands on a part of what it computes; that of its input as it is."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value.repeat(1, 20)[:, :5]
+
+
+class Joined(nn.Module):
+    """The gradient of what it joins lies in a larger one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Parameter(torch.randn(3, 95))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return torch.cat([value, self.more], 1)
+
+
+def test_a_value_holds_all_that_it_lies_in() -> None:
+    costs = costs_of(Part(), nn.Identity(), nn.Linear(5, 5))
+    part, same, own = [list(costs.values.values())[-4 + index] for index in range(3)]
+    assert part.n_bytes == same.n_bytes == own.n_bytes == 3 * 5 * 4
+    assert part.held_bytes == same.held_bytes == 3 * 100 * 4
+    assert own.held_bytes == own.n_bytes
+
+
+def test_a_value_counts_what_its_gradient_lies_in() -> None:
+    traced_width = 5
+    costs = costs_of(Joined(), nn.Linear(100, traced_width))
+    joined_reads, joined = [list(costs.values.values())[-4 + index] for index in range(2)]
+    assert joined_reads.n_bytes == 3 * 5 * 4
+    assert joined_reads.held_bytes == joined.n_bytes == 3 * 100 * 4

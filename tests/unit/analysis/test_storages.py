@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from atomtrain.analysis.costs.storages import StorageTracker, is_dense
+from atomtrain.analysis.costs.storages import (
+    ALIGNED_BYTES,
+    StorageTracker,
+    is_dense,
+    placed,
+    placed_bytes,
+    span_bytes,
+    span_of,
+)
 from tests.support.waiting import PATIENCE_S
 
 KB = 1000  # bytes of 250 floats
@@ -186,3 +194,26 @@ def test_dense_tensors_fill_their_memory_in_any_order() -> None:
         assert is_dense(dense)
     for other in (tensor[:, :2], tensor[..., ::2], tensor[:1].expand(2, 3, 4)):
         assert not is_dense(other)
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        torch.arange(24.0).view(2, 3, 4),
+        torch.arange(24.0).view(2, 3, 4).transpose(0, 2),
+        torch.arange(24.0).view(2, 3, 4)[:, 1:, 1:3],
+        torch.arange(24.0)[3:9],
+        torch.arange(4.0).expand(3, 4),
+        torch.arange(12).view(3, 4)[:, 1:],
+        torch.ones(()),
+        torch.ones(2, 0, 3),
+    ],
+)
+def test_a_copy_lies_as_its_source_does(like: torch.Tensor) -> None:
+    copied = placed(torch.empty(placed_bytes(like), dtype=torch.uint8), like)
+    span_of(copied).copy_(span_of(like))
+    assert torch.equal(copied, like)
+    assert copied.stride() == like.stride()
+    if like.is_floating_point():
+        assert copied.data_ptr() % ALIGNED_BYTES == like.data_ptr() % ALIGNED_BYTES
+    assert span_bytes(like) <= like.untyped_storage().nbytes()

@@ -7,7 +7,8 @@ device uses; only the data are missing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from atomtrain.analysis.costs.flops import attention_workspace_bytes, more_counters
 from atomtrain.analysis.costs.saved import SavedCost, SavedWatcher, is_movable
-from atomtrain.analysis.costs.storages import StorageTracker, is_dense
+from atomtrain.analysis.costs.storages import ALIGNED_BYTES, StorageTracker, is_dense
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.errors import AnalysisError, reason_of
 
@@ -68,6 +69,8 @@ class ValueSpec(NamedTuple):
     constant: Any = None
     strides: tuple[int, ...] | None = None
     """Of a tensor that is dense but not contiguous."""
+    storage_bytes: int = 0
+    """Of what the tensor or its gradient lies in, where that is larger: it lives as long."""
 
     def empty(self, device: torch.device | str) -> Tensor:
         """Return a tensor like the value, without its data."""
@@ -83,6 +86,11 @@ class ValueSpec(NamedTuple):
         if self.dtype is None:
             return 0
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes on the device that live as long as the value does there."""
+        return max(self.n_bytes, self.storage_bytes)
 
 
 class ChainCosts(NamedTuple):
@@ -105,6 +113,13 @@ class ChainCosts(NamedTuple):
 # Tensors, submodules and hooks of every module.
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 _RANDOM = torch.Tag.nondeterministic_seeded
+
+
+class _Measured(NamedTuple):
+    cost: LayerCost
+    written: tuple[ValueSpec, ...]
+    gradient_bytes: tuple[int, ...]
+    """Of what the gradient of each value that it reads lies in."""
 
 
 class _Watcher(StorageTracker):
@@ -152,8 +167,9 @@ def layer_costs(
         AnalysisError: a layer cannot run on what the layers before it write, or the loss is no
             scalar.
     """
-    values: dict[str, ValueSpec] = {name: _spec_of(inputs[name]) for name in chain.inputs}
-    measured: dict[Any, tuple[LayerCost, tuple[ValueSpec, ...]]] = {}
+    values = {name: _spec_of_input(inputs[name]) for name in chain.inputs}
+    measured: dict[Any, _Measured] = {}
+    gradient_bytes: dict[str, int] = {}
     kinds: dict[Any, str] = {}
     costs = []
     seen: set[int] = set()
@@ -168,12 +184,17 @@ def layer_costs(
                 )
             except RuntimeError as error:
                 raise AnalysisError(_cannot_run(layer, specs, error)) from error
-        cost, written = measured[key]
+        cost, written, gradients = measured[key]
         if not cost.changes_buffers:
             cost = dataclasses.replace(cost, buffer_bytes=_fresh_bytes(layer, seen))
         seen.update(id(buffer) for buffer in layer.buffers.values())
         costs.append(dataclasses.replace(cost, name=layer.name))
         values.update(zip(layer.writes, written, strict=True))
+        for name, n_bytes in zip(layer.reads, gradients, strict=True):
+            gradient_bytes[name] = max(n_bytes, gradient_bytes.get(name, 0))
+    for name, n_bytes in gradient_bytes.items():
+        storage_bytes = max(n_bytes, values[name].storage_bytes)
+        values[name] = values[name]._replace(storage_bytes=storage_bytes)
     loss = values[chain.loss]
     if loss.dtype is None or torch.Size(loss.shape).numel() != 1:
         given = "no tensor" if loss.dtype is None else f"of shape {list(loss.shape)}"
@@ -205,6 +226,36 @@ def _spec_of(value: Any) -> ValueSpec:
     return ValueSpec((), None, False, value)
 
 
+def _spec_of_input(value: Any) -> ValueSpec:
+    """Return what the caller gives; of the next micro-batch it may begin anywhere in memory."""
+    spec = _spec_of(value)
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+        return spec._replace(storage_bytes=spec.n_bytes + ALIGNED_BYTES - value.element_size())
+    return spec
+
+
+def _specs_of(
+    written: Sequence[Any],
+    specs: Sequence[ValueSpec],
+    arguments: Sequence[Any],
+    held: Iterable[Tensor],
+) -> tuple[ValueSpec, ...]:
+    """Return what a layer writes, given what it reads and the weights that are held anyway."""
+    known = {tensor.untyped_storage()._cdata: 0 for tensor in held}
+    for spec, argument in zip(specs, arguments, strict=True):
+        if isinstance(argument, Tensor):
+            known[argument.untyped_storage()._cdata] = spec.held_bytes
+    found = []
+    for value in written:
+        spec = _spec_of(value)
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            n_bytes = known.get(storage._cdata, storage.nbytes())
+            spec = spec._replace(storage_bytes=n_bytes if n_bytes > spec.n_bytes else 0)
+        found.append(spec)
+    return tuple(found)
+
+
 def _signature(layer: Layer, specs: Sequence[ValueSpec]) -> Any:
     tensors = tuple(
         (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
@@ -213,7 +264,7 @@ def _signature(layer: Layer, specs: Sequence[ValueSpec]) -> Any:
     # Tied weights inside the layer are one storage, so which names share one matters.
     sharing = tuple(_first_positions([id(tensor) for tensor in layer.parameters.values()]))
     constants = tuple(repr(spec.constant) for spec in specs)
-    shapes = tuple((s.shape, s.strides, s.dtype, s.requires_grad) for s in specs)
+    shapes = tuple((s.shape, s.strides, s.storage_bytes, s.dtype, s.requires_grad) for s in specs)
     return (
         type(layer.module), repr(layer.module), _attributes(layer),
         tensors, sharing, shapes, constants,
@@ -242,7 +293,7 @@ def _measure(
     device: torch.device,
     *,
     on_gpu: bool,
-) -> tuple[LayerCost, tuple[ValueSpec, ...]]:
+) -> _Measured:
     with FakeTensorMode(), torch.enable_grad():
         tensors = _fake_tensors(layer, device)
         unique = {id(tensor): tensor for tensor in tensors.values()}.values()
@@ -250,6 +301,12 @@ def _measure(
             if tensor.requires_grad:
                 tensor.grad = torch.empty_like(tensor)
         arguments = [_fake_value(spec, device) for spec in specs]
+        gradients = [0] * len(arguments)
+        hooks = [
+            value.register_hook(functools.partial(_note, gradients, index))
+            for index, value in enumerate(arguments)
+            if isinstance(value, Tensor) and value.requires_grad
+        ]
         tracker = _Watcher(on_gpu=on_gpu)
         with torch.no_grad(), tracker:
             written = layer.run(tensors, arguments)
@@ -260,7 +317,7 @@ def _measure(
             tracker.reset_peak()
             before_bytes = tracker.live_bytes
             written = layer.run(tensors, arguments)
-            out = tuple(_spec_of(value) for value in written)
+            out = _specs_of(written, specs, arguments, tensors.values())
             kept_bytes = tracker.live_bytes - before_bytes
             graph_bytes = tracker.peak_bytes - before_bytes
             forward_flops = flops.get_total_flops()
@@ -276,6 +333,8 @@ def _measure(
                 # The seeds stand for gradients that the executor already holds.
                 backward_bytes = tracker.peak_bytes - before_bytes - kept_bytes - seed_bytes
             backward_flops = flops.get_total_flops() - forward_flops
+        for hook in hooks:
+            hook.remove()
         saved = _measure_saved(layer, tensors, arguments, on_gpu=on_gpu)
         all_sent = None
         if saved.sent_bytes < saved.inner_bytes:
@@ -299,7 +358,12 @@ def _measure(
         saved=saved,
         all_sent=all_sent,
     )
-    return cost, out
+    return _Measured(cost, out, tuple(gradients))
+
+
+def _note(found: list[int], index: int, gradient: Tensor) -> None:
+    """Note how large what a gradient lies in is."""
+    found[index] = gradient.untyped_storage().nbytes()
 
 
 def _measure_saved(

@@ -29,6 +29,49 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+ALIGNED_BYTES = 64
+"""PyTorch begins what it allocates on the processor at a multiple of it."""
+
+
+def span_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory from a tensor's first element to its last, 1-D: it has gaps where the
+    tensor is a part of a larger one, and fewer elements than the tensor where that is expanded."""
+    return tensor.as_strided((_span(tensor),), (1,), tensor.storage_offset())
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Return how much memory lies between a tensor's first element and its last."""
+    return _span(tensor) * tensor.element_size()
+
+
+def _span(tensor: torch.Tensor) -> int:
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+def placed_bytes(tensor: torch.Tensor) -> int:
+    """Return how much memory `placed` wants."""
+    return _lead_bytes(tensor) + span_bytes(tensor)
+
+
+def placed(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the shape, the strides and the alignment of another one: kernels add in
+    another order where one of them differs.
+
+    Args:
+        memory: uint8, 1-D, aligned, of `placed_bytes`.
+        like: On any device.
+    """
+    span = memory[_lead_bytes(like) :].view(like.dtype)
+    return span.as_strided(like.shape, like.stride(), span.storage_offset())
+
+
+def _lead_bytes(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() % ALIGNED_BYTES if tensor.is_floating_point() else 0
+
+
 class View(NamedTuple):
     """Where a tensor lies in its storage."""
 

@@ -24,12 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atomtrain.analysis.costs.storages import is_dense
+from atomtrain.analysis.costs.storages import is_dense, placed, placed_bytes, span_bytes, span_of
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.streams import Event
-from atomtrain.engine.state.store import in_layout_of, view_of
 from atomtrain.planning.cost.timeline import label_of
 from atomtrain.planning.plan.plan import Plan
 from atomtrain.planning.plan.shape import Boundary, Layers, Phase, Visit
@@ -41,6 +40,9 @@ class _Held:
 
     device: Tensor | None = None
     host: Any = None
+    given: bool = False
+    """Whether it is the caller's: a part of a larger tensor, which may be all the data that there
+    are, is brought without what lies between its rows."""
     pooled: Tensor | None = None
     """The host buffer behind `host`, if it goes back to the pool."""
     saved: Event | None = None
@@ -88,7 +90,7 @@ class BoundaryActivations:
 
     def put_input(self, micro_batch: int, name: str, value: Any) -> None:
         """Hold a micro-batch's input: a host tensor, or something that is no tensor."""
-        self._held[micro_batch, name] = _Held(host=value)
+        self._held[micro_batch, name] = _Held(host=value, given=True)
 
     def put_host(self, micro_batch: int, name: str, value: Tensor, pooled: Tensor) -> None:
         """Hold what a layer on the host produced, in a buffer of the pool."""
@@ -121,42 +123,46 @@ class BoundaryActivations:
             self._held[micro_batch, name] = held
             return
         if save:
-            source = value if is_dense(value) else value.contiguous()
-            held.pooled = self._pool.take(source.nbytes)
-            held.host = host = view_of(held.pooled, 0, source)
+            held.pooled = self._pool.take(placed_bytes(value))
+            held.host = placed(held.pooled, value)
             # The job lets go of the device tensor before its event says that it is done: whoever
             # waits for the event counts on the memory.
-            last = [source]
+            last = [_to_copy(value)]
+            host = _to_copy(held.host)
             held.saved = self._device.save.submit(
                 lambda: self._device.copy_out(host, last.pop()), [self._device.mark()]
             )
-            if not keep or source is not value:
-                self._outbox.put(source, held.saved)
+            if not keep:
+                self._outbox.put(value, held.saved)
         if keep:
             held.device = value
         self._held[micro_batch, name] = held
 
     def away_bytes(self, micro_batch: int, names: Iterable[str]) -> int:
         """Return the bytes of those values that are on the host only."""
-        return sum([held.host.nbytes for held in self._away(micro_batch, names)])
+        return sum([_moved_bytes(held) for held in self._away(micro_batch, names)])
 
     def prefetch(self, micro_batch: int, names: Iterable[str], label: str | None = None) -> int:
         """Begin to bring values to the device; return their bytes. `label` names that in traces."""
         n_bytes = 0
         for held in self._away(micro_batch, names):
-            n_bytes += held.host.nbytes
+            n_bytes += _moved_bytes(held)
             if self._device.one_memory:
                 held.device = held.host
                 continue
-            flat = self._device.empty((held.host.numel(),), held.host.dtype)
-            target = in_layout_of(flat, held.host)
+            source = held.host
+            if held.given and not is_dense(source):
+                target = brought = self._device.empty(tuple(source.shape), source.dtype)
+            else:
+                memory = self._device.empty((placed_bytes(source),), torch.uint8)
+                brought = placed(memory, source)
+                source, target = _to_copy(source), _to_copy(brought)
             # The memory may have served compute a moment ago, so the copy waits for compute too.
             after = [self._device.mark()]
             if held.saved is not None:
                 after.append(held.saved)
-            source = held.host
             held.fetched = self._device.fetch.submit(self._copy_in(target, source), after, label)
-            held.device = target
+            held.device = brought
         return n_bytes
 
     def _away(self, micro_batch: int, names: Iterable[str]) -> list[_Held]:
@@ -213,6 +219,16 @@ class BoundaryActivations:
 
     def _copy_in(self, target: Tensor, source: Tensor) -> Any:
         return lambda: self._device.copy_in(target, source)
+
+
+def _to_copy(value: Tensor) -> Tensor:
+    """Return what is copied of a value, so that its copy has the same strides."""
+    return value if is_dense(value) else span_of(value)
+
+
+def _moved_bytes(held: _Held) -> int:
+    n_bytes: int = held.host.nbytes
+    return n_bytes if held.given else span_bytes(held.host)
 
 
 def leaf_of(value: Any, requires_grad: bool) -> Any:

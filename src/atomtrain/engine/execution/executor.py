@@ -26,10 +26,9 @@ from atomtrain.engine.execution.boundary_activations import (
     Pass,
     Route,
     Saved,
-    leaf_of,
 )
 from atomtrain.engine.execution.compiled import CompiledLayer
-from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Where
+from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Where, entrance
 from atomtrain.engine.execution.host_layers import HostLayers
 from atomtrain.engine.execution.offload import Offload
 from atomtrain.engine.execution.program_runs import ChainPrograms, SegmentRun
@@ -299,39 +298,26 @@ class Executor:
         self, visit: Visit, tensors: Tensors, micro_batch: int, taken: dict[str, Any]
     ) -> _Graph:
         """Run the segment forward with a graph."""
-        start, stop = visit.layers
-        leaves = {
-            name: leaf_of(value, self._costs.values[name].requires_grad)
-            for name, value in taken.items()
-        }
+        inputs, found = dict(taken), dict[str, list[Tensor]]()
         taken.clear()
         with torch.enable_grad():
-            inputs = {
-                name: self._entrance(name, leaf, micro_batch) for name, leaf in leaves.items()
-            }
-            writes = self._chain.writes(start, stop)
+            for name, value in inputs.items():
+                if isinstance(value, Tensor) and self._costs.values[name].requires_grad:
+                    inputs[name] = entrance(value, found.setdefault(name, []))
+            del value
+            writes = self._chain.writes(*visit.layers)
             values = self._run_layers(visit, tensors, micro_batch, inputs, writes)
-        entrances = {name: inputs[name] for name in inputs if inputs[name] is not leaves[name]}
-        return _Graph(leaves, entrances, {name: values[name] for name in writes})
-
-    def _entrance(self, name: str, leaf: Any, micro_batch: int) -> Any:
-        """Return the value as the segment's layers get it.
-
-        A value that later segments read too has a gradient when this segment runs backward. It
-        then enters through a view, and the gradient is given to the view, so that autograd adds
-        this segment's contributions to it one by one, in the order in which it adds them when
-        nothing is swapped.
-        """
-        passes = (micro_batch, name) in self._gradients
-        if passes and isinstance(leaf, Tensor) and leaf.requires_grad:
-            return leaf.view_as(leaf)
-        return leaf
+        # A value that later segments read too has a gradient when this segment runs backward, which
+        # starts from it, too: so autograd adds this segment's contributions to it one by one, in
+        # the order in which it adds them when nothing is swapped.
+        entrances = {name: inputs[name] for name in found}
+        return _Graph(found, entrances, {name: values[name] for name in writes})
 
     def _backward(
         self, visit: Visit, micro_batch: int, graph: _Graph, writes: Sequence[str]
     ) -> None:
         begun = dict(graph.entrances)
-        begun.update({n: graph.values[n] for n in writes if n not in graph.leaves})
+        begun.update({name: graph.values[name] for name in writes})
         roots, seeds = [], list[Tensor | None]()
         if visit.phase is Phase.TURN:
             loss = graph.values[self._chain.loss]
@@ -354,9 +340,9 @@ class Executor:
         if roots:
             torch.autograd.backward(roots, seeds)
         del roots, seeds
-        for name, leaf in graph.leaves.items():
-            if isinstance(leaf, Tensor) and leaf.grad is not None:
-                self._put_gradient(micro_batch, name, leaf.grad)
+        for name, found in graph.found.items():
+            if found:
+                self._put_gradient(micro_batch, name, found.pop())
 
     def _put_gradient(self, micro_batch: int, name: str, gradient: Tensor) -> None:
         self._gradients.forget(micro_batch, [name])
@@ -404,9 +390,9 @@ class Executor:
 class _Graph(NamedTuple):
     """One micro-batch's forward through a segment, ready for backward."""
 
-    leaves: dict[str, Any]
-    """The segment's inputs."""
+    found: dict[str, list[Tensor]]
+    """Takes the gradients of the segment's inputs."""
     entrances: dict[str, Tensor]
-    """Views of those inputs whose gradient later segments have begun."""
+    """Those inputs, as its layers get them."""
     values: dict[str, Any]
     """What the segment writes."""

@@ -51,6 +51,15 @@ class _Entrance(torch.autograd.Function):
         return None, None, None
 
 
+def entrance(value: Tensor, found: list[Tensor]) -> Tensor:
+    """Return a value as it enters a graph; backward adds its gradient to `found`.
+
+    Autograd would copy the gradient of a leaf that is not dense, so that it gets other strides.
+    """
+    entered: Tensor = _Entrance.apply(_ANCHOR, value, found)  # type: ignore[no-untyped-call]
+    return entered
+
+
 class Where(NamedTuple):
     """What of a device's memory stays in place between forward and backward, by storage."""
 
@@ -161,10 +170,7 @@ class WaitingGraph:
             inputs = dict(taken)
             for name, value in taken.items():
                 if isinstance(value, Tensor) and with_gradient(name):
-                    found = self._found[name] = []
-                    inputs[name] = _Entrance.apply(  # type: ignore[no-untyped-call]
-                        _ANCHOR, value, found
-                    )
+                    inputs[name] = entrance(value, self._found.setdefault(name, []))
                     self._entrances[name] = get_gradient_edge(inputs[name])
             values = layers(inputs)
             for name in writes:

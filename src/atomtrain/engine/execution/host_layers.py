@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from atomtrain.analysis.costs.storages import placed, placed_bytes, span_of
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.execution.boundary_activations import Saved
 from atomtrain.engine.state.gradients import accept_wide
-from atomtrain.engine.state.store import HostStore, view_of
+from atomtrain.engine.state.store import HostStore
 from atomtrain.engine.updates.shares import Delivery
 
 
@@ -80,9 +81,9 @@ class HostLayers:
             result = {}
             for name in self.writes:
                 value = written[name].detach()
-                buffer = self._pool.take(value.nbytes)
-                result[name] = view_of(buffer, 0, value), buffer
-                result[name][0].copy_(value)
+                buffer = self._pool.take(placed_bytes(value))
+                result[name] = placed(buffer, value), buffer
+                span_of(result[name][0]).copy_(span_of(value))
             results.append(result)
         return results
 

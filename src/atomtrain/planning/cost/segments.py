@@ -92,7 +92,7 @@ class SavedTensors:
             ):
                 if not is_saved:
                     continue
-                n_bytes, last = self._costs.values[name].n_bytes, self._last_reader.get(name, -1)
+                n_bytes, last = self._costs.values[name].held_bytes, self._last_reader.get(name, -1)
                 if name in saved_names:
                     # Where several layers save a value it stays from the first use to the last.
                     shared += n_bytes
@@ -116,7 +116,7 @@ class SavedTensors:
                 )
             )
             for name in layer.writes:
-                n_bytes, last = self._costs.values[name].n_bytes, self._last_reader.get(name, -1)
+                n_bytes, last = self._costs.values[name].held_bytes, self._last_reader.get(name, -1)
                 if last > index:
                     alive += n_bytes
                     ends[last] += n_bytes
@@ -146,12 +146,13 @@ class Segments:
         self.saved = SavedTensors(chain, costs)
         """What each segment saves for backward."""
         crossing = [
-            [costs.values[name].n_bytes for name in chain.crossing(cut)]
+            [costs.values[name] for name in chain.crossing(cut)]
             for cut in range(len(chain.layers) + 1)
         ]
-        self.crossing_bytes = [sum(sizes) for sizes in crossing]
+        self.crossing_bytes = [sum(value.n_bytes for value in values) for values in crossing]
         """Of the values at each cut."""
-        self._largest = [max(sizes, default=0) for sizes in crossing]
+        self._held_bytes = [sum(value.held_bytes for value in values) for values in crossing]
+        self._largest = [max((v.held_bytes for v in values), default=0) for values in crossing]
         # What layers on the host hand on is an input here: its bytes, and who reads it.
         self._given = [
             (
@@ -181,8 +182,8 @@ class Segments:
             saved_out=saved.out_bytes,
             saved_forward=saved.forward,
             saved_backward=saved.backward + self._workspaces.shared_bytes(start, stop),
-            below=self.crossing_bytes[start],
-            above=self.crossing_bytes[stop],
+            below=self._held_bytes[start],
+            above=self._held_bytes[stop],
             largest_below=self._largest[start],
             largest_above=self._largest[stop],
             largest_written=max(self._largest[start + 1 : stop + 1]),
@@ -248,7 +249,7 @@ class Segments:
                 for name in layer.reads:
                     if name in self._given_names and name not in seen:
                         seen.add(name)
-                        total += self._costs.values[name].n_bytes
+                        total += self._costs.values[name].held_bytes
                 row.append(total)
             self._inputs[start] = row
         return self._inputs[start][stop - start]

@@ -136,7 +136,7 @@ class Workspaces:
             for name in layer.reads:
                 last_reader[name] = index
         self._written = [
-            [(last_reader.get(name, index), costs.values[name].n_bytes) for name in layer.writes]
+            [(last_reader.get(name, index), costs.values[name].held_bytes) for name in layer.writes]
             for index, layer in enumerate(chain.layers)
         ]
         self._rows: dict[int, list[Workspace]] = {}
