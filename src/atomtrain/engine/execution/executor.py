@@ -28,7 +28,7 @@ from atomtrain.engine.execution.boundary_activations import (
     Saved,
 )
 from atomtrain.engine.execution.compiled import CompiledLayer
-from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Where, entrance
+from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Weight, Where, entrance
 from atomtrain.engine.execution.host_layers import HostLayers
 from atomtrain.engine.execution.offload import Offload
 from atomtrain.engine.execution.program_runs import ChainPrograms, SegmentRun
@@ -87,6 +87,7 @@ class Executor:
         self._stays: dict[tuple[Layers, int], list[list[Tensor]]] = {}
         self._where: dict[tuple[Layers, int], Where] = {}
         self._links = Links(chain)
+        self._shared: dict[Layers, frozenset[int]] = {}
         self._losses: list[Tensor] = []
         self._count = self._of = 0
         self.record: Record | None = None
@@ -233,6 +234,10 @@ class Executor:
     ) -> dict[str, Any]:
         """Run the segment forward with a graph that waits for backward, or by programs without."""
         graph = self._graph_that_waits(visit, taken)
+        if isinstance(graph, WaitingGraph):
+            with torch.enable_grad():
+                tensors, weights = self._entering(visit, tensors)
+            graph.enter(weights, self.slots.collector)
         values = graph.run(
             taken,
             lambda name: self._costs.values[name].requires_grad,
@@ -306,12 +311,38 @@ class Executor:
                     inputs[name] = entrance(value, found.setdefault(name, []))
             del value
             writes = self._chain.writes(*visit.layers)
+            tensors, weights = self._entering(visit, tensors)
             values = self._run_layers(visit, tensors, micro_batch, inputs, writes)
         # A value that later segments read too has a gradient when this segment runs backward, which
         # starts from it, too: so autograd adds this segment's contributions to it one by one, in
         # the order in which it adds them when nothing is swapped.
         entrances = {name: inputs[name] for name in found}
-        return _Graph(found, entrances, {name: values[name] for name in writes})
+        return _Graph(found, entrances, {name: values[name] for name in writes}, weights)
+
+    def _entering(self, visit: Visit, tensors: Tensors) -> tuple[Tensors, list[Weight]]:
+        """Let weights that several layers of a segment use, and later segments too, enter as views.
+
+        Backward starts from them, too, with what later segments have added to their gradients: so
+        autograd goes on adding one by one, as where nothing is swapped. With several micro-batches
+        no order of additions is that.
+        """
+        shared = self._shared.get(visit.layers)
+        if shared is None:
+            shared = self._shared[visit.layers] = _shared_again(self._chain, visit.layers)
+        if not shared or self._of > 1:
+            return tensors, []
+        entered: dict[int, Weight] = {}
+        given = []
+        layers = self._chain.layers[slice(*visit.layers)]
+        for layer, own in zip(layers, tensors, strict=True):
+            views = {}
+            for name, parameter in layer.parameters.items():
+                if (key := id(parameter)) in shared:
+                    if key not in entered:
+                        entered[key] = Weight(key, own[name], own[name].view_as(own[name]))
+                    views[name] = entered[key].view
+            given.append({**own, **views})
+        return given, list(entered.values())
 
     def _backward(
         self, visit: Visit, micro_batch: int, graph: _Graph, writes: Sequence[str]
@@ -334,6 +365,11 @@ class Executor:
                 roots.append(root)
                 seeds.append(self._gradients.take(micro_batch, name))
                 del root
+        for weight in graph.weights:
+            if (gradient := self.slots.collector.take(weight.key, weight.leaf)) is not None:
+                roots.append(weight.view)
+                seeds.append(gradient)
+        graph.weights.clear()
         begun.clear()
         graph.values.clear()
         graph.entrances.clear()
@@ -396,3 +432,15 @@ class _Graph(NamedTuple):
     """Those inputs, as its layers get them."""
     values: dict[str, Any]
     """What the segment writes."""
+    weights: list[Weight]
+    """Those that entered as views."""
+
+
+def _shared_again(chain: Chain, layers: Layers) -> frozenset[int]:
+    """Return the parameters that several of the layers use, and later ones too, by `id`."""
+    start, stop = layers
+    return frozenset(
+        key
+        for key, users in chain.users.items()
+        if sum(start <= user < stop for user in users) > 1 and users[-1] >= stop
+    )

@@ -30,6 +30,7 @@ from atomtrain.analysis.layers.chain import Layer
 from atomtrain.engine.execution.offload import Away, Offload, Parcel
 from atomtrain.engine.execution.program_runs import Lesson, SegmentRun
 from atomtrain.engine.execution.saved_script import Key, Performance, Script, key_of
+from atomtrain.engine.state.gradients import Collector
 from atomtrain.planning.plan.shape import Activation, Layers
 
 T = TypeVar("T")
@@ -58,6 +59,15 @@ def entrance(value: Tensor, found: list[Tensor]) -> Tensor:
     """
     entered: Tensor = _Entrance.apply(_ANCHOR, value, found)  # type: ignore[no-untyped-call]
     return entered
+
+
+class Weight(NamedTuple):
+    """A parameter that enters a graph as a view, of which a gradient is there already."""
+
+    key: int
+    """The parameter's `id`."""
+    leaf: Tensor
+    view: Tensor
 
 
 class Where(NamedTuple):
@@ -106,6 +116,14 @@ class WaitingGraph:
         self._found: dict[str, list[Tensor]] = {}
         self._entrances: dict[str, GradientEdge] = {}
         self._edges: dict[str, GradientEdge] = {}
+        self._weights: list[tuple[Callable[[], Tensor | None], GradientEdge]] = []
+
+    def enter(self, weights: Iterable[Weight], collector: Collector) -> None:
+        """Take note of weights that enter the graph as views; their gradients are collected."""
+        self._weights = [
+            (functools.partial(collector.take, key, leaf), get_gradient_edge(view))
+            for key, leaf, view in weights
+        ]
 
     def layer(
         self, number: int, layer: Layer, tensors: Mapping[str, Tensor], values: Sequence[Any]
@@ -197,7 +215,13 @@ class WaitingGraph:
         names = [name for name in roots if begun(name)]
         if names:
             edges = [roots[name] for name in names]
-            torch.autograd.backward(edges, [gradient_of(name) for name in names])
+            seeds = [gradient_of(name) for name in names]
+            for take, edge in self._weights:
+                if (gradient := take()) is not None:
+                    edges.append(edge)
+                    seeds.append(gradient)
+            torch.autograd.backward(edges, seeds)
+        self._weights.clear()
         self._entrances.clear()
         self._edges.clear()
         if self.parcel is not None:

@@ -78,6 +78,15 @@ class Collector:
         target.copy_(gradient)
         leaf.grad = target
 
+    def take(self, key: int, leaf: Tensor) -> Tensor | None:
+        """Return the gradient that a parameter has, by its `id`, for backward to go on from; the
+        whole comes to the same place. `None` if it has none, or a wide one."""
+        gradient = leaf.grad
+        if gradient is None or gradient.dtype is not leaf.dtype:
+            return None
+        self.waiting[key], leaf.grad = gradient, None
+        return gradient
+
     def hook(self, key: int) -> Hook:
         """Return what a parameter calls when a gradient was added to it, by the parameter's `id`.
 

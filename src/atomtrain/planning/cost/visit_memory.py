@@ -175,12 +175,15 @@ class Workspaces:
             return 0
         return max(_held_at(index, weights) for index in range(start, stop))
 
-    def _shared_within(self, start: int, stop: int) -> list[tuple[list[int], int]]:
+    def _shared_within(self, start: int, stop: int) -> list[_SharedWithin]:
         weights = []
         for shared in self._layout.shared:
             users = [user for user in shared.users if start <= user < stop]
             if len(users) > 1:
-                weights.append((users, shared.stop_bytes - shared.start_bytes))
+                # The sum goes on from what a later segment has added, in a place of its own.
+                goes_on = shared.users[-1] >= stop
+                n_bytes = shared.stop_bytes - shared.start_bytes
+                weights.append(_SharedWithin(users, n_bytes, goes_on))
         return weights
 
     def _shared_gradients(self, start: int, stop: int) -> int:
@@ -208,9 +211,18 @@ class Workspaces:
         return peak
 
 
-def _held_at(index: int, weights: list[tuple[list[int], int]]) -> int:
+class _SharedWithin(NamedTuple):
+    """A weight that several layers of a segment share."""
+
+    users: list[int]
+    n_bytes: int
+    goes_on: bool
+    """Whether a later segment has begun its gradient."""
+
+
+def _held_at(index: int, weights: list[_SharedWithin]) -> int:
     return sum(
         (1 + (index in users)) * n_bytes
-        for users, n_bytes in weights
-        if users[0] <= index < users[-1]
+        for users, n_bytes, goes_on in weights
+        if users[0] <= index < users[-1] + goes_on
     )
