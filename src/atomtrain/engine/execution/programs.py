@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from atomtrain.analysis.costs.rematerialization import CHEAP, DEEPEST
 from atomtrain.analysis.export.conditions import ways_to_trace
 from atomtrain.analysis.layers.direct_calls import function_of
+from atomtrain.engine.execution.fewer_views import leave_out_views
 
 aten = torch.ops.aten
 _SAME = frozenset({aten.detach.default, aten.alias.default})
@@ -284,6 +285,7 @@ class _Division:
             if node in self._sent:
                 graph.call_method("send", (run, self._sent[node], env[node]))
         graph.output(fx.node.map_arg(tuple(traced.written), env.__getitem__))
+        leave_out_views(graph)
         return graph
 
     def _backward(self) -> tuple[fx.Graph, list[int]]:
@@ -310,6 +312,7 @@ class _Division:
                 found = there(_first(node), once)
             elif node in self._sent:
                 found = graph.call_method("take", (run, self._sent[node]))
+                found.meta = node.meta
                 taken[found] = self._sent[node]
             elif node is not base or node is _maker(node):
                 found = graph.node_copy(node, lambda n: there(n, once))
@@ -340,6 +343,7 @@ class _Division:
         for node in reversed(list(graph.nodes)):
             if node.target is aten.t.default and not node.users:
                 graph.erase_node(node)
+        leave_out_views(graph)
         self._let_go(graph, run, taken)
         return graph, list(taken.values())
 
