@@ -132,6 +132,13 @@ def qwen2_5_vl() -> Case:
     return _qwen(hf.Qwen2_5_VLForConditionalGeneration(qwen2_5_vl_config()))
 
 
+def qwen2_5_vl_with_a_large_vocabulary(*, tied: bool = True) -> Case:
+    """One weight, or two, for embedding and head, each larger than all else together."""
+    config = qwen2_5_vl_config(vocab_size=4096)
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = tied
+    return _qwen(hf.Qwen2_5_VLForConditionalGeneration(config))
+
+
 def qwen3_vl() -> Case:
     """Adds features to the hidden states of two layers too."""
     return _qwen(hf.Qwen3VLForConditionalGeneration(qwen3_vl_config()))

@@ -110,7 +110,7 @@ def test_a_picture_that_the_model_would_take_for_padding_is_refused(folders: Pat
 
 @pytest.mark.parametrize("value", [0, [0, 0, 0], [0.5, 0.0, 0.5]])
 def test_settings_that_divide_pixels_by_zero_are_refused(folders: Path, value: Any) -> None:
-    with pytest.raises(ConfigError, match="divides pixels by image_std .*give numbers above 0"):
+    with pytest.raises(ConfigError, match=r"divides pixels by image_std .*give numbers above 0"):
         processor_of(folders / "qwen2_5_vl", image_std=value)
 
 
