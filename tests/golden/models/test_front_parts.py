@@ -44,9 +44,9 @@ def weights(layer: Layer) -> int:
     ("make", "micro_batches"),
     [
         (vision_models.qwen2_5_vl, 2), (vision_models.qwen3_vl, 1), (vision_models.gemma3, 2),
-        (vision_models.idefics3, 1), (tied, 1),
+        (tied, 1),
     ],
-    ids=["qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "tied"],
+    ids=["qwen2_5_vl", "qwen3_vl", "gemma3", "tied"],
 )  # fmt: skip
 def test_each_layer_may_be_a_segment(make: Callable[[], Case], micro_batches: int) -> None:
     case = make()
@@ -89,17 +89,14 @@ def least_kib(case: Case) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize("make", [tied, untied], ids=["tied", "untied"])
-def test_less_device_memory_is_enough(
-    make: Callable[[], Case], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    least = least_kib(make())
-    case = make()
+def test_less_device_memory_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    least = least_kib(untied())
+    case = untied()
     with swap(case.model, case.draw(), memory=f"{least}KiB") as engine:
         engine.step([case.draw()])
         assert engine.device.peak_bytes() <= least * 1024
     monkeypatch.setattr(trace, "front_layers", lambda front, most_bytes: [front.layer])
-    assert least_kib(make()) > least
+    assert least_kib(untied()) > least
 
 
 def test_layers_are_measured_on_images_like_the_example() -> None:
@@ -147,7 +144,7 @@ def test_other_modules_than_with_the_example_are_refused() -> None:
 
 
 def noise(module: nn.Module, _: Any, result: Tensor) -> Tensor:
-    return result + torch.rand_like(result)
+    return result + torch.rand_like(result) if module.training else result
 
 
 def own_weight(module: nn.Module, _: Any, result: Tensor) -> Tensor:

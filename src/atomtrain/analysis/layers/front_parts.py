@@ -16,61 +16,21 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from atomtrain.analysis.export.structure import NotPlainError, put_together, taken_apart
+from atomtrain.analysis.export.structure import put_together, taken_apart
 from atomtrain.analysis.layers.chain import Layer
 from atomtrain.analysis.layers.front import NAME, Front, OwnCode, instead
-from atomtrain.analysis.layers.micro_batch import Spec
+from atomtrain.analysis.layers.front_calls import Calls, between, path_in, recorded_calls
 from atomtrain.errors import AnalysisError, ConfigError
 
-_CONTAINERS = nn.ModuleList | nn.Sequential | nn.ModuleDict
-_RANDOM = torch.Tag.nondeterministic_seeded
 _log = logging.getLogger("atomtrain.analysis")
-_WEIGHT = -1
-"""Stands for weights among the calls that a value was made of."""
-
-
-class _Call(NamedTuple):
-    """One of a module that holds weights."""
-
-    path: str
-    """Of the module, in what is around the language model."""
-    reads: frozenset[int]
-    """The earlier calls whose results it is given, perhaps changed between them."""
-    skeleton: Any
-    """Of its result."""
-    specs: tuple[Spec, ...]
-    """Of the tensors in that."""
-    orders: tuple[tuple[int, ...], ...]
-    """In which the sides of these lie in memory, the outermost first."""
-    dense: bool
-    """Whether they have no gaps."""
-
-
-class _Calls(NamedTuple):
-    """The calls of the example, in their order."""
-
-    modules: Mapping[str, nn.Module]
-    """All that hold weights, by path, those that are not called too."""
-    calls: tuple[_Call, ...]
-    read_last: frozenset[int]
-    """The calls whose results the language model is given."""
-
-    def crossing(self, start: int, stop: int, before: int) -> list[int]:
-        """Return the calls before `before` whose results calls `start` to `stop` are given."""
-        reads = [call.reads for call in self.calls[start:stop]]
-        if stop == len(self.calls):
-            reads.append(self.read_last)
-        return sorted(index for index in frozenset().union(*reads) if index < before)
 
 
 def front_layers(front: Front, most_bytes: int) -> list[Layer]:
@@ -82,7 +42,7 @@ def front_layers(front: Front, most_bytes: int) -> list[Layer]:
             largest one: smaller layers would not make the largest slot smaller.
     """
     try:
-        calls = _Recorder(front).calls()
+        calls = recorded_calls(front)
     except AnalysisError as error:
         _log.info("what is before the language model stays one layer: %s", error)
         return [front.layer]
@@ -115,17 +75,17 @@ class _EndError(Exception):
 class _Part(OwnCode):
     """Runs some of the modules before the language model; the last part returns what that gets."""
 
-    def __init__(self, front: Front, calls: _Calls, start: int, stop: int) -> None:
+    def __init__(self, front: Front, calls: Calls, start: int, stop: int) -> None:
         super().__init__(front.model, front.inputs, front.example)
         self._found, self._calls, self._start, self._stop = front.found, calls, start, stop
         self.last = stop == len(calls.calls)
         own = [call.path for call in calls.calls[start:stop]]
-        self.title = NAME if len(own) > 1 else _path_in(front.model, calls.modules[own[0]])
+        self.title = NAME if len(own) > 1 else path_in(front.model, calls.modules[own[0]])
         if self.last:
             called = {call.path for call in calls.calls}
             own += [path for path in calls.modules if path not in called]
-        between = _between(front, calls.modules)
-        for number, module in enumerate([*(calls.modules[path] for path in own), *between]):
+        modules = [*(calls.modules[path] for path in own), *between(front, calls.modules)]
+        for number, module in enumerate(modules):
             self.add_module(str(number), module)
         self._absent = [path for path in calls.modules if path not in own]
         self._read = calls.crossing(start, stop, start)
@@ -207,7 +167,7 @@ class _Part(OwnCode):
 class _Run:
     """One micro-batch in a part: what calls gave before, and what is to travel on."""
 
-    def __init__(self, calls: _Calls, device: torch.device) -> None:
+    def __init__(self, calls: Calls, device: torch.device) -> None:
         self._calls, self._device = calls.calls, device
         self._next = 0
         self.less: list[list[int]] = []
@@ -295,11 +255,6 @@ class _Run:
         return (less, *(tensor for index in written for tensor in self._made[index]))
 
 
-def _order_of(tensor: Tensor) -> tuple[int, ...]:
-    strides = tensor.stride()
-    return tuple(sorted(range(tensor.dim()), key=lambda side: -strides[side]))
-
-
 def _flat(tensor: Tensor, order: Sequence[int], size: int) -> Tensor:
     """Return a tensor as it lies in memory, with zeros behind it."""
     flat = tensor.permute(*order).reshape(-1)
@@ -309,181 +264,3 @@ def _flat(tensor: Tensor, order: Sequence[int], size: int) -> Tensor:
 def _unfolded(flat: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
     tensor = flat[: math.prod(shape)].view([shape[side] for side in order])
     return tensor.permute(*(order.index(side) for side in range(len(order))))
-
-
-class _Recorder(OwnCode):
-    """Runs all on the example, without data, and notes which module is given whose results."""
-
-    def __init__(self, front: Front) -> None:
-        super().__init__(front.model, front.inputs, front.example)
-        self._found = front.found
-        self.front = front
-        self._modules_by_path = _modules(front)
-        self._calls: list[_Call] = []
-        self._read_last: frozenset[int] = frozenset()
-
-    def calls(self) -> _Calls:
-        """Return what is called.
-
-        Raises:
-            AnalysisError: the modules cannot be layers of their own.
-        """
-        self.run_without_data()
-        return _Calls(self._modules_by_path, tuple(self._calls), self._read_last)
-
-    def made(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        origins = _Origins(self.parameters())
-        with origins, ExitStack() as stack:
-            for path, module in self._modules_by_path.items():
-                called = functools.partial(self._called, origins, path, module.forward)
-                stack.enter_context(instead(module, "forward", called))
-            arguments, _ = self.reached(values)
-            self._read_last = origins.of(arguments)
-        return ()
-
-    def _called(
-        self,
-        origins: _Origins,
-        path: str,
-        forward: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if path in [call.path for call in self._calls]:
-            raise AnalysisError(f"{path} is called twice")
-        reads = origins.of((args, kwargs))
-        with origins.inside():
-            result = forward(*args, **kwargs)
-        tensors: list[Tensor] = []
-        skeleton = _taken_apart(result, tensors)
-        origins.made(tensors, len(self._calls))
-        specs = tuple(Spec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        orders = tuple(map(_order_of, tensors))
-        pairs = zip(tensors, orders, strict=True)
-        dense = all(tensor.permute(order).is_contiguous() for tensor, order in pairs)
-        self._calls.append(_Call(path, reads, skeleton, specs, orders, dense))
-        return result
-
-
-class _Origins(TorchDispatchMode):
-    """Knows of which calls' results each tensor was made, by the memory in which it lies."""
-
-    def __init__(self, weights: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._inside = False
-        self._known: dict[int, frozenset[int]] = {}
-        self._held: list[Tensor] = []  # else their memory would be that of others
-        self.made(weights, _WEIGHT)
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Look at no operations: a module's own."""
-        self._inside = True
-        try:
-            yield
-        finally:
-            self._inside = False
-
-    def made(self, tensors: Iterable[Tensor], call: int) -> None:
-        """Note what a call gave."""
-        self._add(tensors, frozenset([call]))
-
-    def of(self, value: Any) -> frozenset[int]:
-        """Return the calls that something was made of.
-
-        Raises:
-            AnalysisError: weights have a part in it that no call had.
-        """
-        tensors: list[Tensor] = []
-        _taken_apart(value, tensors)
-        found = self._of(tensors)
-        if _WEIGHT in found:
-            raise AnalysisError("a weight is used outside of the module that holds it")
-        return found
-
-    def _of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
-        none = frozenset[int]()
-        return none.union(*(self._known.get(_memory_of(t), none) for t in tensors))
-
-    def _add(self, tensors: Iterable[Tensor], calls: frozenset[int]) -> None:
-        for tensor in tensors:
-            memory = _memory_of(tensor)
-            self._known[memory] = self._known.get(memory, frozenset()) | calls
-            self._held.append(tensor)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self._inside:
-            return result
-        if _RANDOM in func.tags:
-            raise AnalysisError("random numbers are drawn between its modules")
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if calls := self._of(given):
-            written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            for described, value in zip(func._schema.arguments, args, strict=False):
-                if described.alias_info is not None and described.alias_info.is_write:
-                    written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-            self._add(written, calls)
-        return result
-
-
-def _memory_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _taken_apart(value: Any, tensors: list[Tensor]) -> Any:
-    try:
-        return taken_apart(value, tensors)
-    except NotPlainError as error:
-        raise AnalysisError(f"a {error} passes between its modules") from error
-
-
-def _modules(front: Front) -> dict[str, nn.Module]:
-    """Return the modules that hold weights, by their paths in what is around the language model.
-
-    Those that hold others in containers are opened, but for elements of containers.
-    """
-    found: dict[str, nn.Module] = {}
-
-    def look(path: str, module: nn.Module, *, element: bool) -> None:
-        if next(module.parameters(), None) is None:
-            return
-        container = isinstance(module, _CONTAINERS)
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        holds = any(isinstance(inner, _CONTAINERS) for inner in module.modules())
-        if not container and (element or own or not holds):
-            found[path] = module
-            return
-        for name, child in module.named_children():
-            look(f"{path}.{name}", child, element=container)
-
-    for name, child in front.base.named_children():
-        if child is not front.language:
-            look(name, child, element=False)
-    embedding = front.input_embeddings
-    found[_path_in(front.base, embedding)] = embedding
-    return found
-
-
-def _path_in(module: nn.Module, inner: nn.Module) -> str:
-    """Return the path of a module within another one.
-
-    Raises:
-        AnalysisError: it is not there.
-    """
-    for path, each in module.named_modules():
-        if each is inner:
-            return str(path)
-    raise AnalysisError(f"{type(inner).__name__} is outside of {type(module).__name__}")
-
-
-def _between(front: Front, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """Return the modules that hold buffers and no weights: all parts run them."""
-    inside = {id(inner) for module in modules.values() for inner in module.modules()}
-    return [
-        module
-        for module in front.modules()
-        if id(module) not in inside and next(module.buffers(recurse=False), None) is not None
-    ]
