@@ -1,4 +1,4 @@
-"""What a model does before its language model, by its own code, as a layer (`front_parts`: several).
+"""What a model does before its language model, by its own code, as one layer (see `front_parts`).
 
 Where a model reads images, data often decide what runs: into how many patches an image is cut, or
 how many images there are. That cannot be exported. So this layer runs the model's own forward, as
