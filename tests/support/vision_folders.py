@@ -75,6 +75,10 @@ FAMILIES = {
         hf.Qwen3VLForConditionalGeneration, vision_models.qwen3_vl_config, _QWEN,
         "<|image_pad|>", _patches, special=_QWEN_TOKENS,
     ),
+    "qwen3_vl_moe": Family(
+        hf.Qwen3VLMoeForConditionalGeneration, vision_models.qwen3_vl_moe_config, _QWEN,
+        "<|image_pad|>", _patches, special=_QWEN_TOKENS,
+    ),
     "gemma3": Family(
         hf.Gemma3ForConditionalGeneration, vision_models.gemma3_config, "<start_of_image>",
         "<image_soft_token>",

@@ -62,6 +62,15 @@ def qwen3_vl_config(image: int = IMAGE, **text: Any) -> Any:
     )  # fmt: skip
 
 
+def qwen3_vl_moe_config(image: int = IMAGE, **text: Any) -> Any:
+    vision = {**_PATCHED, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return hf.Qwen3VLMoeConfig(
+        text_config={**TEXT, "head_dim": 8, "rope_parameters": _ROPE, **experts, **text},
+        image_token_id=image, vision_config=vision,
+    )  # fmt: skip
+
+
 def gemma3_config(image: int = IMAGE, **text: Any) -> Any:
     return hf.Gemma3Config(
         text_config={**TEXT, "head_dim": 8, "sliding_window": 8, **text}, vision_config=VISION,
@@ -123,9 +132,21 @@ def qwen2_5_vl() -> Case:
     return _qwen(hf.Qwen2_5_VLForConditionalGeneration(qwen2_5_vl_config()))
 
 
+def qwen2_5_vl_with_a_large_vocabulary(*, tied: bool = True) -> Case:
+    """One weight, or two, for embedding and head, each larger than all else together."""
+    config = qwen2_5_vl_config(vocab_size=4096)
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = tied
+    return _qwen(hf.Qwen2_5_VLForConditionalGeneration(config))
+
+
 def qwen3_vl() -> Case:
     """Adds features to the hidden states of two layers too."""
     return _qwen(hf.Qwen3VLForConditionalGeneration(qwen3_vl_config()))
+
+
+def qwen3_vl_moe() -> Case:
+    """As Qwen3-VL, with experts in its language model."""
+    return _qwen(hf.Qwen3VLMoeForConditionalGeneration(qwen3_vl_moe_config()))
 
 
 def _numbers() -> Iterator[list[int]]:
@@ -171,4 +192,6 @@ def smolvlm() -> Case:
     return _tiles(hf.SmolVLMForConditionalGeneration(smolvlm_config()))
 
 
-MODELS: list[Callable[[], Case]] = [qwen2_vl, qwen2_5_vl, qwen3_vl, gemma3, idefics3, smolvlm]
+MODELS: list[Callable[[], Case]] = [
+    qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, gemma3, idefics3, smolvlm,
+]  # fmt: skip

@@ -138,12 +138,18 @@ class Processor:
                 f"the processor makes {shape} values of {pictures} images, and one array of "
                 "channels, height and width for each is needed; take its tiles away"
             )
+        pixels = pixels.float()
+        if not bool(pixels.isfinite().all()):
+            raise DataError(
+                "the processor makes pixels of an image that are not finite; correct image_mean, "
+                f"image_std and rescale_factor in {PREPROCESSOR_FILE}"
+            )
         if pixels.ndim == 5 and not bool(pixels.flatten(2).any(-1).all()):
             raise DataError(
                 "an image, or a tile of one, becomes nothing but zeros, which the model takes for "
                 f"padding; correct image_mean in {PREPROCESSOR_FILE}"
             )
-        return {**images, "pixel_values": pixels.float()}
+        return {**images, "pixel_values": pixels}
 
     def _check_side(self, size: tuple[int, int]) -> None:
         """Refuse a strip.

@@ -105,6 +105,12 @@ def _check_value(key: str, value: Any, most: int) -> None:
             f"{most} are taken, and words: correct {PREPROCESSOR_FILE} or "
             f"{PROCESSOR_FILE}"
         )
+    divisors = inside if isinstance(inside, list) else [inside]
+    if key == "image_std" and 0 in divisors:
+        raise ConfigError(
+            f"the model's processor divides pixels by image_std {value}; give numbers above 0 in "
+            f"{PREPROCESSOR_FILE} or {PROCESSOR_FILE}"
+        )
 
 
 def kept_tokens(texts: Mapping[str, str], processor: Mapping[str, Any]) -> dict[str, Any]:

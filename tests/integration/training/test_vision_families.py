@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import shutil
@@ -38,13 +37,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-def _asked_for(name: str) -> Any:
-    """Return a family, which needs a package more."""
-    missing = name == "smolvlm" and importlib.util.find_spec("num2words") is None
-    return pytest.param(name, marks=pytest.mark.skipif(missing, reason="needs num2words"))
-
-
-@pytest.fixture(params=map(_asked_for, FAMILIES))
+@pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Make folder and chats in the working directory."""
     monkeypatch.chdir(tmp_path)
@@ -167,6 +160,22 @@ def test_texts_and_images_in_different_sources_are_refused_in_any_order(
     for first, second in itertools.permutations(["texts.jsonl", "data/chats.jsonl"]):
         assert train("mixed", where, second, data=first) == 2
         assert "texts.jsonl:1: has no image" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["gemma3"], indirect=True)
+@pytest.mark.parametrize("value", [0, 1e-45])
+def test_pixels_that_are_not_finite_are_refused_before_training(
+    family: str, value: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path("model/processor_config.json")
+    said = json.loads(file.read_text())
+    said["image_processor"]["image_std"] = [value] * 3
+    file.write_text(json.dumps(said))
+    assert train("refused") == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert ("divides pixels by image_std" if value == 0 else "not finite") in told[-1]
+    assert not [line for line in told if "Traceback" in line or "Error:" in line]
+    assert not Path("runs/refused").exists()
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)

@@ -108,6 +108,18 @@ def test_a_picture_that_the_model_would_take_for_padding_is_refused(folders: Pat
         processor_of(folders / "idefics3", image_mean=[0, 0, 0]).images(black)
 
 
+@pytest.mark.parametrize("value", [0, [0, 0, 0], [0.5, 0.0, 0.5]])
+def test_settings_that_divide_pixels_by_zero_are_refused(folders: Path, value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"divides pixels by image_std .*give numbers above 0"):
+        processor_of(folders / "qwen2_5_vl", image_std=value)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3", "gemma3", "smolvlm"])
+def test_pixels_that_are_not_finite_are_refused(folders: Path, name: str) -> None:
+    with pytest.raises(DataError, match="pixels of an image that are not finite"):
+        processor_of(folders / name, image_std=1e-45).images([Image.new("RGB", (16, 30), "red")])
+
+
 def test_a_package_that_a_processor_lacks_is_told(
     folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,12 @@ class Recorder(Callback):
         self.told.append("end")
 
 
+def test_layer_lr_decay_beside_an_optimizer_of_ones_own_is_refused() -> None:
+    arguments = TrainerArguments(layer_lr_decay=0.9)
+    with pytest.raises(ConfigError, match=r"layer_lr_decay=0.9 is for Trainer's own AdamW"):
+        Trainer(net(), arguments, data(), optimizer=torch.optim.SGD, **DEVICE)
+
+
 def test_it_learns_and_tells(tmp_path: Path) -> None:
     recorder = Recorder()
     with trainer(tmp_path, callbacks=[recorder]) as made:

@@ -1,4 +1,4 @@
-"""What a model does before its language model, by its own code, as the first layer of its chain.
+"""What a model does before its language model, by its own code, as one layer (see `front_parts`).
 
 Where a model reads images, data often decide what runs: into how many patches an image is cut, or
 how many images there are. That cannot be exported. So this layer runs the model's own forward, as
@@ -33,7 +33,7 @@ class _ReachedError(Exception):
     """Ends a forward where enough of it has run."""
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """What is known of the language model's call once the front has run."""
 
     skeleton: Any
@@ -44,57 +44,58 @@ class _Found(NamedTuple):
     """What the model around the language model returns."""
 
 
-class Front(nn.Module):
-    """Runs a model up to its language model; returns the tensors that this would be given."""
+class OwnCode(nn.Module):
+    """Runs a model's own forward up to its language model, on a micro-batch as it is."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs, example: MicroBatch) -> None:
-        """Take the modules before the language model.
+    def __init__(self, model: nn.Module, inputs: Inputs, example: Sequence[Tensor]) -> None:
+        """Take a model that holds a language model (`language_of`).
 
         Args:
-            model: One that holds a language model (`language_of`).
+            model: Any such.
             inputs: Of the example.
-            example: A micro-batch with data.
-
-        Raises:
-            AnalysisError: the model does not run, or does not call its language model.
+            example: Its tensors, with data.
         """
         super().__init__()
-        whole: Any = model
-        self._model, self._inputs = Aside(model), inputs
-        for name, child in whole.base_model.named_children():
-            if child is not self.language:
-                self.add_module(name, child)
-        self.input_embeddings = whole.get_input_embeddings()
-        self._example = [tensor.detach().cpu() for tensor in inputs.tensors(example)]
-        self._names = inputs.tensor_names
-        self._found: _Found | None = None
-        with FakeTensorMode(), torch.no_grad():
-            given = [torch.empty(t.shape, dtype=t.dtype) for t in self._example]
-            _run_without_data(self, given)
+        self._model, self.inputs, self.example = Aside(model), inputs, list(example)
+        self._found: Found | None = None
+
+    @property
+    def model(self) -> Any:
+        """The whole model."""
+        return self._model.module
+
+    @property
+    def found(self) -> Found:
+        """What the language model is given."""
         assert self._found is not None
-        made = [f"{NAME}/{index}" for index in range(len(self._found.specs))]
-        self.layer: Layer = Layer(NAME, self, tuple(self._names), tuple(made))
+        return self._found
 
     @property
     def base(self) -> nn.Module:
         """What is around the language model, without its head."""
-        base: nn.Module = self._model.module.base_model
+        base: nn.Module = self.model.base_model
         return base
 
     @property
     def language(self) -> Any:
         """The language model."""
-        return language_of(self._model.module)
+        return language_of(self.model)
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
         with unchanged(self.base):
-            if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-                return self._made(tensors)
-            with known_data(zip(tensors, self._example, strict=True)):
-                return self._made(tensors)
+            if not any(isinstance(value, FakeTensor) for value in values):
+                return self.made(values)
+            with known_data(zip(values, self.example, strict=False)):
+                return self.made(values)
 
-    def _made(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        arguments, output = self._reached(tensors)
+    def made(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the tensors that the language model is given and the micro-batch does not have.
+
+        Args:
+            values: Of the micro-batch; others may follow.
+        """
+        tensors = values[: len(self.example)]
+        arguments, output = self.reached(tensors)
         found = list(tensors)
         try:
             skeleton = taken_apart(arguments, found)
@@ -106,7 +107,7 @@ class Front(nn.Module):
         made = tuple(found[len(tensors) :])
         specs = tuple(Spec(tuple(tensor.shape), tensor.dtype) for tensor in made)
         if self._found is None:
-            self._found = _Found(skeleton, specs, output)
+            self._found = Found(skeleton, specs, output)
         elif (skeleton, specs) != self._found[:2]:
             raise ConfigError(
                 "a micro-batch gives the language model other shapes or values than the example "
@@ -115,7 +116,7 @@ class Front(nn.Module):
             )
         return made
 
-    def _reached(self, tensors: Sequence[Tensor]) -> tuple[Any, type]:
+    def reached(self, tensors: Sequence[Tensor]) -> tuple[Any, type]:
         """Return the arguments of the language model, and the type of what is around it."""
         given: list[Any] = []
         output: list[type] = []
@@ -136,24 +137,71 @@ class Front(nn.Module):
             raise _ReachedError
 
         with (
-            _instead(self.language, "forward", language),
-            _instead(self.base, "forward", base),
+            instead(self.language, "forward", language),
+            instead(self.base, "forward", base),
             suppress(_ReachedError),
         ):
-            self._inputs.call(self._model.module, tensors)
+            self.inputs.call(self.model, tensors)
         if not given:
             raise AnalysisError("forward does not call its language model")
         return given[0], output[0] if output else type(None)
+
+    def run_without_data(self) -> None:
+        """Run on the example, with weights that have no data.
+
+        Raises:
+            AnalysisError: the model does not run, or does not call its language model.
+        """
+        named = (
+            *self.named_parameters(remove_duplicate=False),
+            *self.named_buffers(remove_duplicate=False),
+        )
+        with FakeTensorMode(), torch.no_grad():
+            given = [torch.empty(t.shape, dtype=t.dtype) for t in self.example]
+            tensors = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in named}
+            try:
+                Layer(NAME, self, (), ()).call(tensors, given)
+            except (AnalysisError, ConfigError):
+                raise
+            except Exception as error:  # whatever forward raises
+                raise AnalysisError(
+                    "its own code cannot run without data up to its language model "
+                    f"({reason_of(error)})"
+                ) from error
+
+
+class Front(OwnCode):
+    """Everything before the language model in one layer."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, example: MicroBatch) -> None:
+        """Take the modules before the language model.
+
+        Args:
+            model: One that holds a language model (`language_of`).
+            inputs: Of the example.
+            example: A micro-batch with data.
+
+        Raises:
+            AnalysisError: the model does not run, or does not call its language model.
+        """
+        tensors = [tensor.detach().cpu() for tensor in inputs.tensors(example)]
+        super().__init__(model, inputs, tensors)
+        for name, child in self.base.named_children():
+            if child is not self.language:
+                self.add_module(name, child)
+        self.input_embeddings = self.model.get_input_embeddings()
+        self.run_without_data()
+        made = [f"{NAME}/{index}" for index in range(len(self.found.specs))]
+        self.layer: Layer = Layer(NAME, self, tuple(inputs.tensor_names), tuple(made))
 
 
 class Rest:
     """The model from its language model on: what export takes in place of the micro-batch."""
 
     def __init__(self, front: Front, inputs: Inputs, example: MicroBatch) -> None:
-        assert front._found is not None
-        self._front, self._inputs, self._found = front, inputs, front._found
+        self._front, self._inputs, self._found = front, inputs, front.found
         self._given = inputs.tensors(example)
-        self.tensor_names = [*front._names, *front.layer.writes]
+        self.tensor_names = [*inputs.tensor_names, *front.layer.writes]
 
     def tensors(self, example: MicroBatch) -> list[Tensor]:
         """Return the tensors of the micro-batch, and those of the front, without data."""
@@ -171,8 +219,8 @@ class Rest:
 
         front = self._front
         with (
-            _instead(front.base, "forward", base),
-            _instead(front.language, _ADD, _add_dense),
+            instead(front.base, "forward", base),
+            instead(front.language, _ADD, _add_dense),
         ):
             return self._inputs.call(model, tensors[: len(self._given)])
 
@@ -202,22 +250,6 @@ class _Output(dict[str, Any]):
         return self.get(name)
 
 
-def _run_without_data(front: Front, given: Sequence[Tensor]) -> None:
-    named = (
-        *front.named_parameters(remove_duplicate=False),
-        *front.named_buffers(remove_duplicate=False),
-    )
-    tensors = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in named}
-    try:
-        Layer(NAME, front, (), ()).call(tensors, given)
-    except (AnalysisError, ConfigError):
-        raise
-    except Exception as error:  # whatever forward raises
-        raise AnalysisError(
-            f"its own code cannot run without data up to its language model ({reason_of(error)})"
-        ) from error
-
-
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return arguments without caches that are empty: a language model makes such by itself."""
     return {
@@ -244,7 +276,7 @@ def _add_dense(hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
 
 
 @contextmanager
-def _instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Have a function in the place of a method."""
     own = vars(module)
     before = own.get(name)

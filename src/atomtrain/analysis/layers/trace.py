@@ -17,6 +17,7 @@ from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.analysis.layers.checking import check_against_model, layers_by_hand
 from atomtrain.analysis.layers.exported_chain import ExportedLayers, exported_layers
 from atomtrain.analysis.layers.front import Front, Rest, has_front
+from atomtrain.analysis.layers.front_parts import front_layers
 from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.analysis.layers.micro_batch import (
     Entry,
@@ -158,7 +159,12 @@ def _with_front(
     exported = exported_layers(
         model, example, rest, own_loss=own_loss, device=device, before=[front.layer]
     )
-    return [front.layer], exported
+    most_bytes = max(map(_parameter_bytes, exported.layers))
+    return front_layers(front, most_bytes), exported
+
+
+def _parameter_bytes(layer: Layer) -> int:
+    return sum(p.numel() * p.element_size() for p in layer.parameters.values())
 
 
 def _own_loss(

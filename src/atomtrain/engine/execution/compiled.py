@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.costs.storages import StorageTracker, is_dense
 from atomtrain.analysis.layers.chain import Chain, Layer
-from atomtrain.analysis.layers.front import Front
+from atomtrain.analysis.layers.front import OwnCode
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.gpus import capability
 from atomtrain.engine.execution.boundary_activations import leaf_of
@@ -236,9 +236,9 @@ def compiled(
     layers: list[Layer] = []
     own_backward: dict[str, list[str]] = {}
     for layer, cost in zip(chain.layers, costs.layers, strict=True):
-        # A front would be compiled anew for each size of images.
-        front = isinstance(layer.module, Front)
-        if front or not cost.forward_flops or not cost.saved.movable:
+        # A model's own code would be compiled anew for each size of images.
+        own_code = isinstance(layer.module, OwnCode)
+        if own_code or not cost.forward_flops or not cost.saved.movable:
             layers.append(layer)
             if not cost.saved.movable:
                 own_backward.setdefault(cost.kind, []).append(layer.name)

@@ -101,6 +101,11 @@ class Trainer:
         """
         self.model = model
         self.args: TrainerArguments = arguments_from(args)
+        if optimizer is not None and self.args.layer_lr_decay != 1:
+            raise ConfigError(
+                f"layer_lr_decay={self.args.layer_lr_decay:g} is for Trainer's own AdamW, and an "
+                "optimizer is given; leave one out, or give its groups an lr_factor each"
+            )
         self._train, self._evaluation = train_dataset, eval_dataset
         self._collate = data_collator or stacked
         drop = self.args.drop_unused and loss is None
