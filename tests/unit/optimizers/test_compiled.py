@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import logging
 import math
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError
-from atomtrain.native import library
+from atomtrain.native import build, library
 from atomtrain.optimizers import SGD, AdamW, companding, compiled, elementwise, moments
 from atomtrain.optimizers.base import check_gradient
 from atomtrain.optimizers.compiled import Paths, same_bits
@@ -183,6 +184,27 @@ def test_roots_are_the_nearest_numbers() -> None:
     roots = values.clone()
     companding._root(roots)
     assert torch.equal(roots, values.double().sqrt().float())
+
+
+@pytest.mark.skipif(library.level() != "AVX512", reason="the processor has no AVX-512")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("state", list(library.MOMENTS))
+def test_avx2_and_avx512_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, state: str
+) -> None:
+    dtype, master = kind
+    drawn = Drawn(5, specials=True)
+    start = drawn.tensor(3 * SLICE + 13, 0.1).to(dtype)
+    gradients = [drawn.tensor(len(start), 1e-2).to(dtype) for _ in range(3)]
+    group = {**ADAMW, "lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    group.update(state=state, master=master)
+    ends = []
+    for level in ("AVX2", "AVX512"):
+        core = ctypes.CDLL(str(build.library_path(level)))
+        monkeypatch.setattr(library, "core", lambda core=core: core)
+        by = Scaling(0.25 if dtype != torch.float32 else 1.0, torch.tensor(0.7312))
+        ends.append(updated(elementwise.ADAMW_PATHS, "_compiled", start, gradients, group, by))
+    assert all(same_bits(one, other) for one, other in zip(*ends, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
