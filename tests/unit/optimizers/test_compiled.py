@@ -279,6 +279,27 @@ def test_a_state_that_cannot_be_updated_is_refused_before_anything_is_written(
         assert torch.equal(optimizer.state[owned[0]][name], old), name
 
 
+def test_a_state_of_a_later_parameter_is_refused_before_an_earlier_one_is_written() -> None:
+    owned = [nn.Parameter(torch.randn(300).bfloat16()) for _ in range(2)]
+    for optimizer in (AdamW(owned), SGD(owned, momentum=0.9)):
+        for one in owned:
+            one.grad = torch.ones_like(one)
+        optimizer.step()
+        key = "exp_avg" if "exp_avg" in optimizer.state[owned[1]] else "momentum_buffer"
+        optimizer.state[owned[1]][key] = torch.zeros(299)
+        before = [one.detach().clone() for one in owned]
+        with pytest.raises(ConfigError, match=r"of shape \[299\]"):
+            optimizer.step()
+        assert all(torch.equal(one, other) for one, other in zip(owned, before, strict=True))
+
+
+def test_misaligned_memory_is_refused() -> None:
+    shifted = torch.frombuffer(bytearray(1205), dtype=torch.float32, count=300, offset=1)
+    owned = nn.Parameter(torch.zeros(300))
+    with pytest.raises(ConfigError, match=r"multiple of its element's size"):
+        check_gradient(owned, shifted)
+
+
 def test_scales_of_another_length_and_a_momentum_of_another_shape_are_refused() -> None:
     owned = [nn.Parameter(torch.randn(300))]
     optimizer = AdamW(owned, state="int8")
