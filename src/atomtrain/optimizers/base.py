@@ -64,16 +64,25 @@ class HostOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient; returns the loss of `closure`, if given.
 
         Raises:
-            ConfigError: a state that was loaded is of another format, or a sparse gradient.
+            ConfigError: a state that was loaded is of another format, or a gradient is sparse or
+                not of its parameter's shape; nothing has been written then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, check_gradient(parameter, parameter.grad), group)
+        updated = [
+            (parameter, parameter.grad, group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        for parameter, gradient, group in updated:
+            check_gradient(parameter, gradient)
+            if state := self.state.get(parameter):
+                self._check_state(state, parameter, group)
+        for parameter, gradient, group in updated:
+            self._update(parameter, gradient.contiguous(), group)
         return loss
 
     @torch.no_grad()
@@ -166,6 +175,9 @@ class HostOptimizer(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
+    def _check_state(self, state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+        """Refuse a state that is not that of the parameter and the group; write nothing."""
+
     # Bytes of each tensor of the state but the master.
     def _parts(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, int]:
         raise NotImplementedError
@@ -247,11 +259,11 @@ def check_saved_groups(groups: Iterable[Mapping[str, Any]]) -> None:
                 )
 
 
-def check_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return a gradient as contiguous memory.
+def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Check that a gradient can update a parameter.
 
     Raises:
-        ConfigError: it is sparse, or of a type or shape that cannot update the parameter.
+        ConfigError: it is sparse, or of another type or shape, or one of both is misaligned.
     """
     if gradient.is_sparse:
         raise ConfigError("a gradient is sparse; use nn.Embedding(..., sparse=False)")
@@ -262,4 +274,8 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
             f"parameter of shape {list(parameter.shape)} and {parameter.dtype}; give it the "
             "parameter's own shape and type"
         )
-    return gradient.contiguous()
+    if any(tensor.data_ptr() % tensor.element_size() for tensor in (parameter, gradient)):
+        raise ConfigError(
+            f"a parameter of shape {list(parameter.shape)} or its gradient does not begin at a "
+            "multiple of its element's size in memory; make it so with .clone()"
+        )

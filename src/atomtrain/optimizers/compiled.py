@@ -186,6 +186,14 @@ class Paths:
         update = self.choose(parameter, gradient, group, scaling)
         update(parameter, gradient, state, group, scaling, **more)
 
+    def check(self, state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+        """Do what `update` does before it writes; what is missing stays missing.
+
+        Raises:
+            ConfigError: the state is not that of the parameter and the group.
+        """
+        self._prepare(dict(state), parameter, group)
+
     def choose(
         self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], scaling: Scaling
     ) -> Update:

@@ -74,6 +74,9 @@ class AdamW(HostOptimizer):
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         ADAMW_PATHS.update(parameter, gradient, self.state[parameter], group, self.scaling)
 
+    def _check_state(self, state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+        ADAMW_PATHS.check(state, parameter, group)
+
     def _parts(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, int]:
         return part_bytes(parameter, group["state"])
 
@@ -173,6 +176,9 @@ class SGD(HostOptimizer):
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         SGD_PATHS.update(parameter, gradient, self.state[parameter], group, self.scaling)
+
+    def _check_state(self, state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+        SGD_PATHS.check(state, parameter, group)
 
     def _parts(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, int]:
         return {_MOMENTUM: 4 * parameter.numel()} if group["momentum"] else {}

@@ -136,6 +136,10 @@ class Muon(HostOptimizer):
         _update_matrix(values, wide, state, group)
         masters.write(parameter, stored, values)
 
+    def _check_state(self, state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+        if group["algorithm"] == "adamw":
+            ADAMW_PATHS.check(state, parameter, group)
+
     def _parts(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, int]:
         if group["algorithm"] == "adamw":
             return part_bytes(parameter, group["state"])

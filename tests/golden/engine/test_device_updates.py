@@ -93,6 +93,33 @@ def test_a_model_that_stays_on_the_device(
         assert_equal_training(engine, reference, resident)
 
 
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize(("factory", "told"), [(FACTORIES["int8"], True), (plain_adamw, False)])
+def test_clipping_rewrites_gradients_only_where_an_optimizer_cannot_be_told(
+    monkeypatch: pytest.MonkeyPatch, factory: Any, told: bool, on_device: bool
+) -> None:
+    coefficients: list[Any] = []
+    model, steps = gpt(tied=False), token_batches(1)
+    with swap(model, steps[0][0], factory, clip_norm=0.1, optimizer_on_device=on_device) as engine:
+        step = (AdamW if told else torch.optim.AdamW).step
+
+        def watched(self: Any, *arguments: Any) -> Any:
+            gradients = [p.grad for g in self.param_groups for p in g["params"]]
+            before = [None if each is None else each.clone() for each in gradients]
+            coefficients.append(getattr(self, "clip_coefficient", None))
+            done = step(self, *arguments)
+            for left, right in zip(before, gradients, strict=True):
+                assert left is None or right is None or torch.equal(left, right), "read only"
+            return done
+
+        monkeypatch.setattr(AdamW if told else torch.optim.AdamW, "step", watched)
+        engine.step(steps[0])
+        engine._core.updates.wait()
+        assert bool(engine.plan.shape.device_blocks) is on_device
+    assert coefficients
+    assert all((one is not None) is told for one in coefficients)
+
+
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize(("seed", "clip_norm"), [(0, None), (1, 0.5)])
 def test_some_blocks_there_and_others_here(

@@ -128,3 +128,73 @@ def test_the_check_notices_an_update_that_does(sanitized: Path) -> None:
     done = run(sanitized, "two elements too many")
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr
+
+
+# Threads take ranges as `library.run` cuts them; an argument has ranges overlap.
+_RACE = """
+#include <pthread.h>
+#include <stdlib.h>
+#include "updates.h"
+enum { COUNT = 5000, THREADS = 4, EACH = 10 * BLOCK, SLICE = 1024 };
+static struct parameter p;
+static struct adamw adamw = {0.99f, 0.1f, 0.999f, 0.001f, 0.1f, 1e-8f, 1e-3f};
+static struct sgd sgd = {0.1f, 0.1f, 0.9f, 1.0f, 0, 0};
+static struct slices slices;
+static int overlap;
+static void *work(void *index) {
+    int64_t begin = (int64_t)index * EACH, end = begin + EACH + overlap;
+    if (end > COUNT) end = COUNT;
+    atom_adamw(&p, &adamw, &slices, begin, end);
+    if (p.moments_kind == FLOAT32_MOMENTS) atom_sgd(&p, &sgd, begin, end);
+    return 0;
+}
+static void *zeros(void) { return calloc(COUNT, 4); }
+int main(int count, char **arguments) {
+    static uint16_t drawn[2 * SLICE];
+    static struct random random[COUNT / SLICE + 1];
+    (void)arguments;
+    overlap = count > 1 ? BLOCK : 0;
+    for (int i = 0; i <= COUNT / SLICE; i++) random[i] = (struct random){drawn, drawn + SLICE};
+    slices = (struct slices){SLICE, random};
+    for (int kind = 0; kind < 36; kind++) {
+        int values = kind / 9, gradient = kind / 3 % 3, moments = kind % 3;
+        if (values == FLOAT32_VALUES && gradient != FLOAT32_GRADIENT) continue;
+        p = (struct parameter){COUNT, values, gradient, moments, 1, 0.5f, values ? 0.5f : 1.0f,
+                               zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()};
+        pthread_t threads[THREADS];
+        for (int64_t i = 0; i < THREADS; i++) pthread_create(threads + i, 0, work, (void *)i);
+        for (int i = 0; i < THREADS; i++) pthread_join(threads[i], 0);
+    }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def raced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of C alone: the sanitizer does not know the threads of a Python that it did not compile."""
+    folder = tmp_path_factory.mktemp("raced")
+    source, program = folder / "race.c", folder / "race"
+    source.write_text(_RACE)
+    level = build.LEVELS["AVX2" if "AVX2" in build.levels() else "DEFAULT"]
+    flags = [flag for flag in build.FLAGS if flag != "-shared"]
+    done = subprocess.run(
+        [*build.compiler(), *flags, *level, "-O1", "-g", "-fsanitize=thread", "-pthread",
+         '-DATOM_SOURCES=""', f"-I{build.KERNELS}", str(source),
+         *(str(path) for path in sorted(build.KERNELS.glob("*.c"))), "-o", str(program), "-lm"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        pytest.skip(f"the compiler has no sanitizer of threads: {done.stderr}"[:200])
+    return program
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ranges_of_other_threads_are_left_alone_and_one_too_long_is_noticed(
+    raced: Path, overlap: bool
+) -> None:
+    arguments = ["overlap"] if overlap else []
+    done = subprocess.run([raced, *arguments], capture_output=True, text=True, check=False)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("the sanitizer does not know this kernel's layout of memory")
+    assert ("data race" in done.stderr) is overlap, done.stderr[-3000:]
+    assert (done.returncode != 0) is overlap, done.stderr[-3000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import logging
 import math
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError
-from atomtrain.native import library
+from atomtrain.native import build, library
 from atomtrain.optimizers import SGD, AdamW, companding, compiled, elementwise, moments
 from atomtrain.optimizers.base import check_gradient
 from atomtrain.optimizers.compiled import Paths, same_bits
@@ -185,6 +186,27 @@ def test_roots_are_the_nearest_numbers() -> None:
     assert torch.equal(roots, values.double().sqrt().float())
 
 
+@pytest.mark.skipif(library.level() != "AVX512", reason="the processor has no AVX-512")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("state", list(library.MOMENTS))
+def test_avx2_and_avx512_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, state: str
+) -> None:
+    dtype, master = kind
+    drawn = Drawn(5, specials=True)
+    start = drawn.tensor(3 * SLICE + 13, 0.1).to(dtype)
+    gradients = [drawn.tensor(len(start), 1e-2).to(dtype) for _ in range(3)]
+    group = {**ADAMW, "lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    group.update(state=state, master=master)
+    ends = []
+    for level in ("AVX2", "AVX512"):
+        core = ctypes.CDLL(str(build.library_path(level)))
+        monkeypatch.setattr(library, "core", lambda core=core: core)
+        by = Scaling(0.25 if dtype != torch.float32 else 1.0, torch.tensor(0.7312))
+        ends.append(updated(elementwise.ADAMW_PATHS, "_compiled", start, gradients, group, by))
+    assert all(same_bits(one, other) for one, other in zip(*ends, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state", list(library.MOMENTS))
 def test_clipping_on_the_way_is_clip_grad_norm(dtype: torch.dtype, state: str) -> None:
@@ -255,6 +277,27 @@ def test_a_state_that_cannot_be_updated_is_refused_before_anything_is_written(
     assert torch.equal(owned[0], before[0])
     for name, old in before[1].items():
         assert torch.equal(optimizer.state[owned[0]][name], old), name
+
+
+def test_a_state_of_a_later_parameter_is_refused_before_an_earlier_one_is_written() -> None:
+    owned = [nn.Parameter(torch.randn(300).bfloat16()) for _ in range(2)]
+    for optimizer in (AdamW(owned), SGD(owned, momentum=0.9)):
+        for one in owned:
+            one.grad = torch.ones_like(one)
+        optimizer.step()
+        key = "exp_avg" if "exp_avg" in optimizer.state[owned[1]] else "momentum_buffer"
+        optimizer.state[owned[1]][key] = torch.zeros(299)
+        before = [one.detach().clone() for one in owned]
+        with pytest.raises(ConfigError, match=r"of shape \[299\]"):
+            optimizer.step()
+        assert all(torch.equal(one, other) for one, other in zip(owned, before, strict=True))
+
+
+def test_misaligned_memory_is_refused() -> None:
+    shifted = torch.frombuffer(bytearray(1205), dtype=torch.float32, count=300, offset=1)
+    owned = nn.Parameter(torch.zeros(300))
+    with pytest.raises(ConfigError, match=r"multiple of its element's size"):
+        check_gradient(owned, shifted)
 
 
 def test_scales_of_another_length_and_a_momentum_of_another_shape_are_refused() -> None:

@@ -30,7 +30,7 @@ from atomtrain.engine.calibration.probes import (
 from atomtrain.engine.calibration.profile_cache import ProfileCache, profile_folder
 from atomtrain.engine.devices.streams import Stream
 from atomtrain.engine.state.gradients import accept_wide
-from atomtrain.engine.updates.optimizer import ClipsGradients, KnowsItsProducts, KnowsItsState
+from atomtrain.engine.updates.optimizer import KnowsItsProducts, KnowsItsState, tell_scaling
 from atomtrain.planning.plan.updating import ParameterUpdate, UpdateModel
 
 _COLUMNS = 1024
@@ -220,14 +220,12 @@ def _step(optimizer: torch.optim.Optimizer, kind: Kind) -> Callable[[], None]:
     # Hooks are the caller's, and of his own steps.
     worker._optimizer_step_pre_hooks = OrderedDict()
     worker._optimizer_step_post_hooks = OrderedDict()
-    coefficient = torch.tensor(_COEFFICIENT)
-    rewrites = kind.clips and not isinstance(worker, ClipsGradients)
-    if kind.clips and isinstance(worker, ClipsGradients):
-        worker.clip_coefficient = coefficient
+    coefficient = torch.tensor(_COEFFICIENT) if kind.clips else None
+    rewrite = tell_scaling(worker, 1.0, coefficient)
 
     def step() -> None:
-        if rewrites and probe.grad is not None:  # as the engine does for it
-            probe.grad.mul_(coefficient)
+        if rewrite is not None and probe.grad is not None:  # as the engine does for it
+            probe.grad.mul_(rewrite)
         worker.step()
 
     return step

@@ -30,7 +30,7 @@ from atomtrain.engine.state.precision import PRECISIONS, KeepsMasters
 from atomtrain.engine.state.residents import Copy, Residents
 from atomtrain.engine.state.store import view_of
 from atomtrain.engine.updates.grad_clipping import Decision
-from atomtrain.engine.updates.optimizer import KeepsScratch, ScalesGradients
+from atomtrain.engine.updates.optimizer import KeepsScratch, tell_scaling
 from atomtrain.engine.updates.updates import Updates
 from atomtrain.planning.plan.shape import Layers
 
@@ -170,15 +170,14 @@ class DeviceUpdates:
         worker = self._workers[block]
         if worker is None or decision.skip:  # None: nothing of the block is ever updated
             return
-        if isinstance(worker, ScalesGradients):
-            worker.gradient_factor = decision.factor
+        rewrite = tell_scaling(worker, decision.factor, decision.coefficient)
         for group in worker.param_groups:
             group.update(hyperparameters[group["_group"]])
         leaves = [(id(p), self._residents.leaves[id(p)]) for p in self._updates.members(block)]
         for key, leaf in leaves:
             leaf.grad = self._residents.gradient(block, key) if key in touched else None
-            if leaf.grad is not None and decision.coefficient is not None:
-                leaf.grad.mul_(decision.coefficient)
+            if leaf.grad is not None and rewrite is not None:
+                leaf.grad.mul_(rewrite)
         worker.step()
         if isinstance(worker, KeepsScratch):  # other visits need the memory
             worker.free_scratch()

@@ -50,6 +50,23 @@ class ClipsGradients(Protocol):
     clip_coefficient: Tensor | None
 
 
+def tell_scaling(
+    worker: torch.optim.Optimizer, factor: float, coefficient: Tensor | None
+) -> Tensor | None:
+    """Tell an optimizer what gradients are multiplied by in its next step.
+
+    Returns:
+        What the caller must multiply them by before: an optimizer that cannot clip as it reads
+        costs one more pass over memory.
+    """
+    if isinstance(worker, ScalesGradients):
+        worker.gradient_factor = factor
+    if isinstance(worker, ClipsGradients):
+        worker.clip_coefficient = coefficient
+        return None
+    return coefficient
+
+
 def optimizer_of(chain: Chain, factory: OptimizerFactory) -> torch.optim.Optimizer:
     """Return what the factory makes of all trainable parameters (host tensors).
 

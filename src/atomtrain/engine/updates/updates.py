@@ -22,7 +22,7 @@ from atomtrain.engine.state.gradients import GradientTracker
 from atomtrain.engine.state.precision import LossScale
 from atomtrain.engine.state.store import HostStore
 from atomtrain.engine.updates.grad_clipping import Decision, GradClipping
-from atomtrain.engine.updates.optimizer import ClipsGradients, ScalesGradients, worker_for
+from atomtrain.engine.updates.optimizer import tell_scaling, worker_for
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.shape import Layers
 
@@ -283,12 +283,7 @@ class Updates:
             if worker is None or decision.skip:
                 self._store.drop_gradients(members)
                 return
-            if isinstance(worker, ScalesGradients):
-                worker.gradient_factor = decision.factor
-            # Others have their gradients rewritten, which is one more pass over memory.
-            rewrite = decision.coefficient
-            if isinstance(worker, ClipsGradients):
-                worker.clip_coefficient, rewrite = rewrite, None
+            rewrite = tell_scaling(worker, decision.factor, decision.coefficient)
             for group in worker.param_groups:
                 group.update(hyperparameters[group["_group"]])
             for parameter in members:
