@@ -87,3 +87,19 @@ def assumed_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "atomtrain.engine.calibration.machines.update_parameters_per_s", lambda *_: 1e9
     )
+
+
+@pytest.fixture
+def no_search_for_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the largest micro-batch and the whole head, which do fit: the planner says so if not.
+
+    The search analyses the model, as opening the engine does once more.
+    """
+    from atomtrain.training.setup import budgets, setup
+
+    def find_fit(model: Any, recipe: Any, devices: Any, objective: Any, *more: Any) -> budgets.Fit:
+        _, micro_batch = more
+        sizes = budgets._sizes(recipe, objective.together, len(devices))
+        return budgets.Fit(micro_batch or sizes[0], None)
+
+    monkeypatch.setattr(setup, "find_fit", find_fit)
