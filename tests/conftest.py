@@ -37,7 +37,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of network namespaces run where somebody who may make them asks for them only."""
+    """Tests of network namespaces run where somebody who may make them asks for them only.
+
+    Files of unit tests that are all quick come last, and fill up what is left at the end.
+    """
+    unit = Path(__file__).with_name("unit")
+    quick = {item.path for item in items if unit in item.path.parents}
+    quick -= {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path in quick)
     why = ""
     if os.geteuid() != 0:
         why = "needs root (network namespaces)"
