@@ -16,7 +16,7 @@ train: $(VENV)/.installed
 # One thread: the tests compute little. Runs that they start take all cores, and OpenMP's threads
 # would spin while they wait, although others run beside.
 # Two processes, since much of the time is spent waiting; a file's tests stay together.
-# Long files first: those of many short tests fill up what is left at the end.
+# Long files first: those of many short tests fill up what is left at the end (tests/conftest.py).
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: lint types house
 	$(PYTEST) --durations=20 $(addprefix tests/,integration fault golden gpu unit)

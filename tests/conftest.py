@@ -37,7 +37,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of network namespaces run where somebody who may make them asks for them only."""
+    """Tests of network namespaces run where somebody who may make them asks for them only.
+
+    Files of unit tests that are all quick come last, and fill up what is left at the end.
+    """
+    unit = Path(__file__).with_name("unit")
+    quick = {item.path for item in items if unit in item.path.parents}
+    quick -= {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path in quick)
     why = ""
     if os.geteuid() != 0:
         why = "needs root (network namespaces)"
@@ -87,3 +94,19 @@ def assumed_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "atomtrain.engine.calibration.machines.update_parameters_per_s", lambda *_: 1e9
     )
+
+
+@pytest.fixture
+def no_search_for_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the largest micro-batch and the whole head, which do fit: the planner says so if not.
+
+    The search analyses the model, as opening the engine does once more.
+    """
+    from atomtrain.training.setup import budgets, setup
+
+    def find_fit(model: Any, recipe: Any, devices: Any, objective: Any, *more: Any) -> budgets.Fit:
+        _, micro_batch = more
+        sizes = budgets._sizes(recipe, objective.together, len(devices))
+        return budgets.Fit(micro_batch or sizes[0], None)
+
+    monkeypatch.setattr(setup, "find_fit", find_fit)

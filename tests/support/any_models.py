@@ -161,7 +161,8 @@ def qwen3_moe() -> Case:
 def qwen3_next() -> Case:
     """Linear attention, whose code computes otherwise when it is exported, and experts."""
     config = hf.Qwen3NextConfig(
-        **{**_GROUPED, "num_hidden_layers": 4}, head_dim=8, linear_num_value_heads=4,
+        **_GROUPED, layer_types=["linear_attention", "full_attention"], head_dim=8,
+        linear_num_value_heads=4,
         linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
     )  # fmt: skip

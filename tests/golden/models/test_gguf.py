@@ -24,6 +24,7 @@ from tests.support.sentencepiece import SETTINGS, converted
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("no_search_for_a_fit")
 
 SIZES = {**LLAMA, "intermediate_size": 64, "num_hidden_layers": 2, "rope_theta": 5000.0}
 UNTIED = {**SIZES, "tie_word_embeddings": False}

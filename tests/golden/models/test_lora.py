@@ -44,6 +44,7 @@ from tests.support.hugging_face_models import (
 from tests.support.reference import train as resident
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("no_search_for_a_fit")
 
 
 @pytest.fixture(autouse=True)

@@ -42,6 +42,7 @@ from tests.support.hugging_face_models import (
 from tests.support.reference import train as resident
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("no_search_for_a_fit")
 _IDS = torch.arange(24).view(2, 12)
 
 

@@ -37,6 +37,7 @@ from tests.support.hugging_face_models import (
 )
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("no_search_for_a_fit")
 train = partial(train_by_command, memory="2MiB", sequences=4, steps=3)
 
 

@@ -34,6 +34,7 @@ from tests.support.reference import gpt_loss
 from tests.support.reference import train as resident
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("no_search_for_a_fit")
 ALPHA = 5.0
 
 

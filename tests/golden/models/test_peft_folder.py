@@ -25,6 +25,7 @@ from tests.support.hugging_face_models import (
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.usefixtures("no_search_for_a_fit")
 _BOTH = ["mlp.experts.gate_up_proj", "experts.down_proj"]
 _CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "linear": (UNTIED, {"target_modules": ["q_proj", "up_proj"], "lora_alpha": 5}),

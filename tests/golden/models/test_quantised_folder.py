@@ -18,6 +18,7 @@ from tests.support.hugging_face_models import saved_tensors, train_by_command, w
 from tests.support.quantised_folders import DEEPSEEK, FORMS, write_quantised
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("no_search_for_a_fit")
 
 
 def loaded(folder: Path, **options: Any) -> Any:

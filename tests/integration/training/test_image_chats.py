@@ -117,6 +117,7 @@ def test_a_run_is_that_of_transformers_and_so_is_its_export(place: Path) -> None
     assert not torch.equal(found, old)
 
 
+@pytest.mark.usefixtures("no_search_for_a_fit")
 def test_a_run_is_resumed_and_evaluated_without_the_folder(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +135,7 @@ def test_a_run_is_resumed_and_evaluated_without_the_folder(
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(last["loss"], abs=1e-5)
 
 
+@pytest.mark.usefixtures("no_search_for_a_fit")
 def test_adapters_are_beside_the_language_part_and_peft_loads_them(place: Path) -> None:
     peft = pytest.importorskip("peft")
     assert train("adapted", "--lora", "r=4,alpha=64") == 0

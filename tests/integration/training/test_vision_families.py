@@ -119,6 +119,7 @@ def test_a_run_is_that_of_transformers_and_so_is_its_export(family: str) -> None
     assert not torch.equal(found, old)
 
 
+@pytest.mark.usefixtures("no_search_for_a_fit")
 def test_adapters_are_beside_the_language_part_and_peft_loads_them(family: str) -> None:
     peft = pytest.importorskip("peft")
     assert train("adapted", "--lora", "r=4,alpha=64") == 0
@@ -137,6 +138,7 @@ def test_adapters_are_beside_the_language_part_and_peft_loads_them(family: str) 
     assert not torch.allclose(found, before, atol=1e-3)
 
 
+@pytest.mark.usefixtures("no_search_for_a_fit")
 @pytest.mark.parametrize("family", ["gemma3"], indirect=True)
 def test_gemma_learns_from_texts_alone_too_and_packs_these(
     family: str, capsys: pytest.CaptureFixture[str]
@@ -209,6 +211,7 @@ def test_a_plan_has_the_language_part_and_holds_the_tower(
     assert "warning: images are not counted" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_search_for_a_fit")
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
 def test_a_trained_tower_is_resumed_and_evaluated_without_the_folder(family: str) -> None:
     assert train("run", "--train-tower") == 0
