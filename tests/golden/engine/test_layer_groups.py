@@ -112,6 +112,7 @@ def test_swapped_groups_are_those_of_an_ordinary_loop_bit_for_bit(name: str) -> 
         assert torch.equal(model.get_parameter(key), parameter), key
 
 
+@pytest.mark.usefixtures("no_search_for_a_fit")
 def test_a_run_resumes_with_the_same_bits_and_learns_by_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
