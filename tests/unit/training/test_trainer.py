@@ -76,10 +76,23 @@ class Recorder(Callback):
         self.told.append("end")
 
 
-def test_layer_lr_decay_beside_an_optimizer_of_ones_own_is_refused() -> None:
-    arguments = TrainerArguments(layer_lr_decay=0.9)
-    with pytest.raises(ConfigError, match=r"layer_lr_decay=0.9 is for Trainer's own AdamW"):
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("layer_lr_decay", 0.9, "its groups an lr_factor each"),
+        ("weight_decay", 0.1, "it to the optimizer"),
+        ("betas", (0.9, 0.95), "it to the optimizer"),
+        ("epsilon", 1e-6, "it to the optimizer"),
+    ],
+)
+def test_what_is_for_adamw_is_refused_beside_an_optimizer_of_ones_own(
+    name: str, value: Any, instead: str
+) -> None:
+    arguments = TrainerArguments(**{name: value})
+    with pytest.raises(ConfigError) as caught:
         Trainer(net(), arguments, data(), optimizer=torch.optim.SGD, **DEVICE)
+    assert str(caught.value).startswith(f"{name}={value} is for Trainer's own AdamW")
+    assert str(caught.value).endswith(f"give {instead}")
 
 
 def test_it_learns_and_tells(tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ from atomtrain.views.runs.picture import History, PlanView
 from atomtrain.views.runs.plan_event import tell_checkpoint, tell_prediction, tell_timeline
 
 Collate = Callable[[list[Any]], Any]
+_OF_ADAMW = {
+    "layer_lr_decay": "its groups an lr_factor each",
+    **dict.fromkeys(["weight_decay", "betas", "epsilon"], "it to the optimizer"),
+}
+"""Arguments that an optimizer of the caller's knows nothing of, and where they go then."""
 
 
 class Trainer:
@@ -101,11 +106,8 @@ class Trainer:
         """
         self.model = model
         self.args: TrainerArguments = arguments_from(args)
-        if optimizer is not None and self.args.layer_lr_decay != 1:
-            raise ConfigError(
-                f"layer_lr_decay={self.args.layer_lr_decay:g} is for Trainer's own AdamW, and an "
-                "optimizer is given; leave one out, or give its groups an lr_factor each"
-            )
+        if optimizer is not None and isinstance(args, TrainerArguments):
+            _refuse_of_adamw(args)
         self._train, self._evaluation = train_dataset, eval_dataset
         self._collate = data_collator or stacked
         drop = self.args.drop_unused and loss is None
@@ -345,3 +347,13 @@ class Trainer:
     def _tell(self, what: str, *about: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, what)(self, self.course, *about)
+
+
+def _refuse_of_adamw(args: TrainerArguments) -> None:
+    for name, instead in _OF_ADAMW.items():
+        given = getattr(args, name)
+        if given != getattr(TrainerArguments(), name):
+            raise ConfigError(
+                f"{name}={given} is for Trainer's own AdamW, and an optimizer is given; leave one "
+                f"out, or give {instead}"
+            )
