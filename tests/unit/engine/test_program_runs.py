@@ -27,7 +27,7 @@ def device() -> Iterator[EmulatedDevice]:
 
 def known_of(program: LayerProgram, reads: tuple[str, ...], strides: tuple[int, ...]) -> Known:
     layer = Layer("layer", nn.Identity(), reads, ("result",))
-    return Known(layer, program, "result", strides, dict.fromkeys(reads, strides), ())
+    return Known(layer, program, "result", strides, dict.fromkeys(reads, strides), (), {})
 
 
 def test_values_in_one_storage_are_sent_once(device: EmulatedDevice) -> None:

@@ -30,7 +30,7 @@ CODE = (
     ROOT,
 )
 """From where pages name files."""
-OF_THIS_CODE = [page for page in PAGES if page.name != "hivemind.md"]
+OF_THIS_CODE = [page for page in PAGES if page.name != "transports.md"]
 """The page of hivemind names files of hivemind."""
 PARSERS = all_parsers()
 

@@ -48,6 +48,9 @@ class Known(NamedTuple):
     """Of those that go."""
     keys: Sequence[int]
     """The `id` of each parameter that it takes; 0 of a buffer."""
+    views: dict[int, View]
+    """Where each tensor that it makes and sends lies in its storage, in every run; filled by the
+    first one."""
 
 
 class Lesson:
@@ -150,7 +153,7 @@ class ChainPrograms:
             parameters = layer.parameters
             keys = [id(parameters[n]) if n in parameters else 0 for n in self.names(number)]
             assert found is not None
-            found.append(Known(layer, program, root, seed.stride, strides, keys))
+            found.append(Known(layer, program, root, seed.stride, strides, keys, {}))
         self._known[lesson.key] = found
 
     def names(self, number: int) -> Sequence[str]:
@@ -264,12 +267,19 @@ class ProgramRun:
 
     def send(self, number: int, tensor: Tensor) -> None:
         """Send a tensor's storage to the host, or keep it where it has no place there."""
-        if self._parcel is None or not self._parcel.takes(tensor):
+        parcel, known = self._parcel, self.known
+        view = known.views.get(number)
+        if parcel is None or (view is None and not parcel.takes(tensor)):
             self._kept[number] = tensor
             return
-        sent = self._parcel.send(tensor, shared=number < self.known.program.reads)
+        made = number >= known.program.reads  # what is read may lie elsewhere each time
+        if view is None:
+            view = view_of(tensor)
+            if made:
+                known.views[number] = view
+        sent = parcel.send(tensor, shared=not made)
         sent.users += 1
-        self._sent[number] = sent, view_of(tensor)
+        self._sent[number] = sent, view
 
     def take(self, number: int) -> Tensor:
         """Return the tensor whose storage was sent."""

@@ -137,7 +137,7 @@ def _flags(config: DaemonConfig, control: str, key: Path) -> list[str]:
         "-connManager=1",
         "-tls=1",
         # Peers relay themselves, within limits that their owners set (`relaying`): the daemon would
-        # for any stranger, and its circuits cannot be dialled (docs/hivemind.md).
+        # for any stranger, and its circuits cannot be dialled (docs/transports.md).
         "-relay=0",
         "-relayService=0",
         "-idleTimeout=30s",
