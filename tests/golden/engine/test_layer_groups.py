@@ -154,11 +154,13 @@ def test_a_run_resumes_with_the_same_bits_and_learns_by_layers(
 @pytest.mark.usefixtures("assumed_times")
 def test_trainer_and_groups_of_ones_own(tmp_path: Path) -> None:
     data = [{key: value[0] for key, value in tokens().items()} for _ in range(8)]
-    fields: dict[str, Any] = {"micro_batch": 4, "weight_decay": 0.1, "learning_rate": RATE}
+    fields: dict[str, Any] = {"micro_batch": 4, "learning_rate": RATE}
 
     def trained(folder: str, optimizer: Any = None, **more: Any) -> nn.Module:
         torch.manual_seed(0)
         model = gpt()
+        if optimizer is None:
+            more["weight_decay"] = 0.1
         arguments = TrainerArguments(output_dir=tmp_path / folder, **fields, **more)
         made = None if optimizer is None else lambda _: optimizer(model)
         with Trainer(
