@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from atomtrain.analysis.costs.costs import ChainCosts, LayerCost
 from atomtrain.analysis.costs.profile import LONGEST_S, LayerTime, example_values, usual_s
 from atomtrain.analysis.costs.rematerialization import Find, Rematerializer
+from atomtrain.analysis.costs.storages import ALIGNED_BYTES
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.processor import EmulatedDevice
@@ -40,7 +41,6 @@ _MOST_S = 3.0
 """Of all kinds together; after its share of this no round of a kind begins beyond the least."""
 _UNLIMITED_BYTES = 1 << 62
 _LINK_BYTES_PER_S = 1e11
-_ALIGNED_BYTES = 64
 
 
 class _Spent(NamedTuple):
@@ -210,7 +210,7 @@ class _Bench:
         pool = HostPool(device)
         self._offloads = {remakes: Offload(device, pool, n) for remakes, n in windows.items()}
         parameters = layer.parameters
-        aligned = [-(-p.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for p in parameters.values()]
+        aligned = [-(-p.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for p in parameters.values()]
         self._slot = torch.empty(sum(aligned), dtype=torch.uint8)
         self._tensors: dict[str, Tensor] = {}
         for (name, parameter), place in zip(

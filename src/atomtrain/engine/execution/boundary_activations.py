@@ -231,13 +231,6 @@ def _moved_bytes(held: _Held) -> int:
     return n_bytes if held.given else span_bytes(held.host)
 
 
-def leaf_of(value: Any, requires_grad: bool) -> Any:
-    """Return a tensor as a new leaf of the graph; anything else as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().requires_grad_(requires_grad)
-    return value
-
-
 class Wanted(NamedTuple):
     """What a visit takes of each micro-batch."""
 

@@ -40,7 +40,6 @@ from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.analysis.layers.front import OwnCode
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.gpus import capability
-from atomtrain.engine.execution.boundary_activations import leaf_of
 from atomtrain.engine.execution.saved_script import in_other_mode
 from atomtrain.errors import ConfigError, reason_of
 from atomtrain.files import default_cache
@@ -162,7 +161,7 @@ class CompiledLayer(Layer):
         if torch.is_grad_enabled() or in_other_mode(self.module):
             return self._compiled(tensors, values)
         with torch.enable_grad():
-            leaves = [leaf_of(v, has) for v, has in zip(values, self.gradients, strict=True)]
+            leaves = [_leaf_of(v, has) for v, has in zip(values, self.gradients, strict=True)]
             written = self._compiled(tensors, leaves)
         return tuple(v.detach() if isinstance(v, Tensor) else v for v in written)
 
@@ -314,3 +313,10 @@ def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.requires_grad
     return type(value), repr(value)
+
+
+def _leaf_of(value: Any, requires_grad: bool) -> Any:
+    """Return a tensor as a new leaf of the graph; anything else as it is."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(requires_grad)
+    return value
