@@ -6,6 +6,9 @@ No peer of a swarm sees the contributions of all others in full. So each peer no
 spread elements of the fragment, what it contributed to a round and what the round made of the
 anchor; whoever has the notes of all contributors can do the sum again, on other ground: from the
 parameters themselves, not from what travelled.
+
+Where a mean is clipped, its owner says what each contribution counts. Receivers note that, too: the
+sum is done with it, and it has to be what such an owner may say at all.
 """
 
 from __future__ import annotations
@@ -21,6 +24,11 @@ import torch
 
 from atomtrain.swarm.anchors.anchors import Merge
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport, TrainerMailbox
+from atomtrain.swarm.anchors.updates import Update
+from atomtrain.swarm.codecs.slices import slice_spans
+from atomtrain.swarm.membership.guards import Guard
+from atomtrain.swarm.rounds import round_member
+from atomtrain.swarm.rounds.round_member import Decided
 
 _ELEMENTS = 256
 # Contributions and mean travel as float16: each is off by 2^-11 of itself, and numbers next to 0
@@ -31,17 +39,39 @@ _ABSOLUTE = 2.0**-20
 Note = dict[str, Any]
 
 
-def note_of(merge: Merge, report: RoundReport) -> Note | None:
+class Slice(NamedTuple):
+    """A slice that a round has changed."""
+
+    start: int
+    stop: int
+    contributors: tuple[str, ...]
+    shares: tuple[float, ...] | None
+    """What each counts, as the owner has said to this peer; empty: as its weight says. None: this
+    peer owned the slice, and others have been told."""
+
+
+def slices_of(decided: Decided) -> list[Slice]:
+    """Return the slices that a round changes at this peer."""
+    members, means = decided.begin.members, decided.result.means
+    spans = slice_spans(decided.result.values.numel(), len(means))
+    return [
+        Slice(*spans[j], tuple(members[i] for i in mean.contributors),
+              None if mean.header is None else mean.shares)
+        for j in decided.commit.slices if (mean := means[j]) is not None
+    ]  # fmt: skip
+
+
+def note_of(merge: Merge, report: RoundReport, slices: Sequence[Slice]) -> Note | None:
     """Return what is noted of a merge; `None` unless it comes from a round of several peers."""
     snapshot, anchor = merge.snapshot, merge.anchor
-    if snapshot is None or not anchor.origin.parts or not report.contributors:
+    if snapshot is None or not slices or not report.contributors:
         return None
     old = snapshot.anchor.values
     where = positions(old.numel())
     return {
         "round_id": anchor.origin.round_id,
         "elements": old.numel(),
-        "parts": [[*part.span, sorted(part.contributors)] for part in anchor.origin.parts],
+        "slices": slices,
         "weights": dict(zip(report.contributors, report.weights, strict=True)),
         "contributed": (snapshot.values[where] - old[where]).tolist(),
         "applied": (anchor.values[where] - old[where]).tolist(),
@@ -57,10 +87,11 @@ class Means(NamedTuple):
     """How often notes agree with the weighted mean."""
 
     right: int
-    """Parts of rounds, as applied by one peer, that are the mean of what was contributed."""
+    """Slices of rounds, as applied by one peer, that are the mean of what was contributed."""
     wrong: int
     unknown: int
-    """A contributor left no note: it was killed before the round's end."""
+    """A contributor left no note, or nobody but the owner noted what each counts: one was killed
+    before the round's end."""
 
 
 def check_means(notes: Iterable[tuple[str, Note]]) -> Means:
@@ -73,19 +104,36 @@ def check_means(notes: Iterable[tuple[str, Note]]) -> Means:
 
 
 def _verdicts(members: dict[str, Note]) -> Iterator[bool | None]:
+    told = _shares_told(members.values())
     for note in members.values():
         where = positions(note["elements"])
         applied = torch.tensor(note["applied"], dtype=torch.float64)
-        for start, stop, contributors in note["parts"]:
-            if not set(contributors) <= members.keys():
+        for start, stop, contributors, _ in note["slices"]:
+            said = told[start, stop]
+            if not set(contributors) <= members.keys() or not said:
                 yield None
                 continue
+            weights = [note["weights"][c] for c in contributors]
+            [shares, *others] = said
+            if others or not Guard(mean="clipped").admits(shares, weights):
+                yield False
+                continue
             inside = (where >= start) & (where < stop)
-            shares = torch.tensor([float(note["weights"][c]) for c in contributors])
+            counts = torch.tensor(shares or [weight / sum(weights) for weight in weights])
             given = _contributed(members, contributors)[:, inside]
-            mean = (given * (shares / shares.sum()).double()[:, None]).sum(0)
+            mean = (given * counts.double()[:, None]).sum(0)
             allowed = _RELATIVE * given.abs().amax(0) + _ABSOLUTE
             yield bool(((applied[inside] - mean).abs() <= allowed).all())
+
+
+def _shares_told(notes: Iterable[Note]) -> dict[tuple[int, int], set[tuple[float, ...]]]:
+    """Return what owners have said that each contribution counts, by slice."""
+    told: dict[tuple[int, int], set[tuple[float, ...]]] = defaultdict(set)
+    for note in notes:
+        for start, stop, _, shares in note["slices"]:
+            if shares is not None:
+                told[start, stop].add(tuple(shares))
+    return told
 
 
 def _contributed(members: dict[str, Note], contributors: Sequence[str]) -> torch.Tensor:
@@ -103,15 +151,21 @@ def read_notes(path: Path) -> list[Note]:
 
 def record(path: Path) -> None:
     """Note every merge of this process in a file from now on."""
-    leave_merge = TrainerMailbox.leave_merge
+    leave_merge, merge_of = TrainerMailbox.leave_merge, round_member.merge_of
+    changed: dict[str, list[Slice]] = {}
+
+    def merging(decided: Decided, update: Update, peer_id: str) -> Merge:
+        changed[decided.begin.round_id] = slices_of(decided)
+        return merge_of(decided, update, peer_id)
 
     def noted(mailbox: TrainerMailbox, merge: Merge, report: RoundReport) -> None:
-        note = note_of(merge, report)
+        note = note_of(merge, report, changed.pop(merge.anchor.origin.round_id, []))
         if note is not None:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(note) + "\n")
         leave_merge(mailbox, merge, report)
 
+    round_member.merge_of = merging
     TrainerMailbox.leave_merge = noted  # type: ignore[method-assign, assignment]
 
 
