@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,6 +88,8 @@ class Means(NamedTuple):
 
     right: int
     """Slices of rounds, as applied by one peer, that are the mean of what was contributed."""
+    clipped: int
+    """Of those, where contributions do not count as their weights say."""
     wrong: int
     unknown: int
     """A contributor left no note, or nobody but the owner noted what each counts: one was killed
@@ -99,11 +101,12 @@ def check_means(notes: Iterable[tuple[str, Note]]) -> Means:
     rounds: dict[str, dict[str, Note]] = defaultdict(dict)
     for peer_id, note in notes:
         rounds[note["round_id"]][peer_id] = note
-    verdicts = [verdict for members in rounds.values() for verdict in _verdicts(members)]
-    return Means(verdicts.count(True), verdicts.count(False), verdicts.count(None))
+    found = Counter(verdict for members in rounds.values() for verdict in _verdicts(members))
+    right = found["plain"] + found["clipped"]
+    return Means(right, found["clipped"], found["wrong"], found["unknown"])
 
 
-def _verdicts(members: dict[str, Note]) -> Iterator[bool | None]:
+def _verdicts(members: dict[str, Note]) -> Iterator[str]:
     told = _shares_told(members.values())
     for note in members.values():
         where = positions(note["elements"])
@@ -111,19 +114,20 @@ def _verdicts(members: dict[str, Note]) -> Iterator[bool | None]:
         for start, stop, contributors, _ in note["slices"]:
             said = told[start, stop]
             if not set(contributors) <= members.keys() or not said:
-                yield None
+                yield "unknown"
                 continue
             weights = [note["weights"][c] for c in contributors]
             [shares, *others] = said
             if others or not Guard(mean="clipped").admits(shares, weights):
-                yield False
+                yield "wrong"
                 continue
             inside = (where >= start) & (where < stop)
             counts = torch.tensor(shares or [weight / sum(weights) for weight in weights])
             given = _contributed(members, contributors)[:, inside]
             mean = (given * counts.double()[:, None]).sum(0)
             allowed = _RELATIVE * given.abs().amax(0) + _ABSOLUTE
-            yield bool(((applied[inside] - mean).abs() <= allowed).all())
+            right = bool(((applied[inside] - mean).abs() <= allowed).all())
+            yield ("clipped" if shares else "plain") if right else "wrong"
 
 
 def _shares_told(notes: Iterable[Note]) -> dict[tuple[int, int], set[tuple[float, ...]]]:

@@ -13,6 +13,7 @@ import pytest
 from atombench import forks
 from atombench.churn.check import disagreements
 from atombench.churn.peers import ChurnPeer, Crowd
+from atombench.churn.witness import check_means, read_notes
 from atomtrain.events import EventTail
 from tests.support.held_train import held_founder
 from tests.support.train_processes import (
@@ -68,7 +69,8 @@ def test_two_peers_of_one_command(tmp_path: Path) -> None:
 def crowd(tmp_path: Path) -> Iterator[Crowd]:
     text = write_text(tmp_path / "text.txt")
     arguments = (*SLOW, "--steps", "100000", "--checkpoint-every", "1000", "--data", str(text))
-    with Crowd(tmp_path, "crowd", arguments, popen=forks.Popen) as crowd:
+    arguments += ("--outer", "mean")  # so that a witness can do the sums again
+    with Crowd(tmp_path, "crowd", arguments, witness=True, popen=forks.Popen) as crowd:
         yield crowd
 
 
@@ -107,5 +109,8 @@ def test_the_founder_is_killed_and_a_newcomer_joins_through_the_survivor(crowd: 
     interrupt(crowd, survivor, newcomer)
     assert [d for d in disagreements(crowd.peers) if d.outcome == "lasting"] == []
     assert check_shared_rounds(founder, survivor, newcomer) > 0
+    means = check_means((p.peer_id, note) for p in crowd.peers for note in read_notes(p.notes))
+    assert means.right > 0
+    assert means.wrong == 0
     # The kernel ends a dead peer's helpers: soon, not at once.
     wait_until(lambda: crowd.left_over() == [])

@@ -78,9 +78,9 @@ RIGHT = 0.25 * change(1) + 0.75 * change(2)
 
 
 def test_the_weighted_mean_is_right_as_float16_too() -> None:
-    assert check_means(of_two(RIGHT)) == (4, 0, 0)
+    assert check_means(of_two(RIGHT)) == (4, 0, 0, 0)
     scale = RIGHT.abs().amax()
-    assert check_means(of_two((RIGHT / scale).half().float() * scale)) == (4, 0, 0)
+    assert check_means(of_two((RIGHT / scale).half().float() * scale)) == (4, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -95,42 +95,42 @@ def test_the_weighted_mean_is_right_as_float16_too() -> None:
     ids=["weights ignored", "sum", "one of them only", "weights exchanged", "nothing"],
 )
 def test_anything_else_is_wrong(applied: torch.Tensor) -> None:
-    assert check_means(of_two(applied)) == (0, 4, 0)
+    assert check_means(of_two(applied)) == (0, 0, 4, 0)
 
 
 def test_a_clipped_mean_is_judged_by_what_its_owner_says_that_each_counts() -> None:
     clipped = (0.4, 0.4, 0.2)
-    assert check_means(of_three(weighted(*clipped), clipped)) == (6, 0, 0)
-    assert check_means(of_three(weighted(1 / 3, 1 / 3, 1 / 3), clipped)) == (0, 6, 0)
-    assert check_means(of_three(weighted(*clipped), ())) == (0, 6, 0)
+    assert check_means(of_three(weighted(*clipped), clipped)) == (6, 6, 0, 0)
+    assert check_means(of_three(weighted(1 / 3, 1 / 3, 1 / 3), clipped)) == (0, 0, 6, 0)
+    assert check_means(of_three(weighted(*clipped), ())) == (0, 0, 6, 0)
 
 
 def test_an_owner_may_not_say_anything() -> None:
     for shares in ((0.9, 0.05, 0.05), (0.1, 0.1, 0.1), (0.6, 0.6, -0.2)):
-        assert check_means(of_three(weighted(*shares), shares)) == (0, 6, 0)
+        assert check_means(of_three(weighted(*shares), shares)) == (0, 0, 6, 0)
 
 
 def test_an_owner_says_the_same_to_all() -> None:
     right = (0.4, 0.4, 0.2)
     notes = of_three(weighted(*right), right)
     notes[2][1]["slices"][0] = Slice(0, 500, ("a", "b", "c"), ())
-    assert check_means(notes) == (3, 3, 0)
+    assert check_means(notes) == (3, 3, 3, 0)
 
 
 def test_what_only_its_owner_has_noted_is_not_judged() -> None:
     [(peer, alone), _, _] = of_three(weighted(1.0, 0.0, 0.0), ())
     alone["slices"] = [Slice(0, 500, ("a",), None)]
-    assert check_means([(peer, alone)]) == (0, 0, 1)
+    assert check_means([(peer, alone)]) == (0, 0, 0, 1)
 
 
 def test_each_slice_is_judged_alone() -> None:
     half = RIGHT.clone()
     half[500:] *= 1.1
-    assert check_means(of_two(half)) == (2, 2, 0)
+    assert check_means(of_two(half)) == (2, 0, 2, 0)
 
 
 def test_without_a_contributors_note_nothing_is_said() -> None:
-    assert check_means(of_two(RIGHT)[:1]) == (0, 0, 2)
+    assert check_means(of_two(RIGHT)[:1]) == (0, 0, 0, 2)
 
 
 def test_what_is_not_a_round_of_several_is_not_noted() -> None:
