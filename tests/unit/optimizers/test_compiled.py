@@ -116,6 +116,27 @@ def test_adamw_gives_the_bits_of_pytorch(
         assert same_bits(one, other), index
 
 
+@pytest.mark.parametrize("beta2", [0.9, 0.95, 0.99, 0.999, 0.9999, 0.9999999])
+def test_roots_are_divided_as_a_division_does(beta2: float) -> None:
+    """Without `eps` an update is the gradient over the quotient, so that all its bits count."""
+    generator = torch.Generator().manual_seed(3)
+    count = 1 << 18
+    gradients = []
+    for _ in range(3):
+        exponents = torch.randint(-24, 19, (count,), generator=generator)
+        gradient = torch.randn(count, generator=generator) * 10.0**exponents
+        gradient[:4] = torch.tensor([0.0, -0.0, 1e30, math.inf])
+        gradients.append(gradient)
+    group = {"state": "float32", "master": "float32", "lr": 1.0, "weight_decay": 0.0}
+    group |= {**ADAMW, "eps": 0.0, "betas": (0.0, beta2)}
+    one, other = (
+        updated(elementwise.ADAMW_PATHS, way, torch.zeros(count), gradients, group, Scaling())
+        for way in ("_torch", "_compiled")
+    )
+    for index in range(len(one)):
+        assert same_bits(one[index], other[index]), index
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     count=st.one_of(st.integers(0, 40), st.integers(100, 3 * SLICE + 50)),

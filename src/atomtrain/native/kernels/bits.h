@@ -60,8 +60,10 @@ INLINE uint16_t to_float16(float value) {
 
 /* PyTorch's vectors fuse where the processor can, and their plain loops do not. */
 #if defined(__FMA__) || defined(__aarch64__)
+#define FUSES 1
 INLINE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #else
+#define FUSES 0
 INLINE float multiply_add(float a, float b, float c) { return a * b + c; }
 #endif
 

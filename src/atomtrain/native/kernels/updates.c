@@ -187,9 +187,35 @@ INLINE uint16_t to_bfloat16_at_random(float value, uint16_t random) {
     return (uint16_t)((bits_of(value) + random) >> 16);
 }
 
+/* A number by which many are divided. A division takes several times as long as `quotient`. */
+struct divisor {
+    float by, reciprocal, rest; /* 1 / by, rounded, and what the rounding left */
+};
+
+INLINE struct divisor divisor_of(float by) {
+    const float reciprocal = 1.0f / by;
+    return (struct divisor){by, reciprocal, multiply_add(-by, reciprocal, 1.0f) * reciprocal};
+}
+
+/* `root / d.by`, with the same bits. The first quotient is one of the two numbers next to the exact
+   one, so its remainder is exact, and Markstein's theorem (IBM Journal of Research and Development
+   34-1, 1990) says that the corrected quotient is the nearest number. Roots of float32 and what
+   they are divided by are far from what overflows or is subnormal. Infinity and NaN stay as they
+   are. */
+INLINE float quotient(float root, struct divisor d) {
+#if FUSES
+    const float near = multiply_add(root, d.reciprocal, root * d.rest);
+    const float remainder = multiply_add(-near, d.by, root);
+    const float nearest = multiply_add(remainder, d.reciprocal, near);
+    return root < INFINITY ? nearest : root;
+#else
+    return root / d.by;
+#endif
+}
+
 /* AdamW's arithmetic for one element; returns the new value, and the second moment's root. */
-INLINE float adamw_element(struct adamw a, float value, float gradient, float *first,
-                           float *second, float *root, int tail) {
+INLINE float adamw_element(struct adamw a, struct divisor correction, float value, float gradient,
+                           float *first, float *second, float *root, int tail) {
     /* As PyTorch interpolates: from the nearer end. */
     const int near = fabsf(a.weight1) < 0.5f;
     /* The plain loop subtracts, so 0 has another sign there. */
@@ -200,7 +226,7 @@ INLINE float adamw_element(struct adamw a, float value, float gradient, float *f
     *second = tail ? multiply_add(*second, a.beta2, square * gradient)
                    : multiply_add(square, gradient, *second * a.beta2);
     *root = sqrtf(*second);
-    float denominator = *root / a.root_correction + a.eps;
+    float denominator = quotient(*root, correction) + a.eps;
     return value * a.keep + -a.step * *first / denominator;
 }
 
@@ -219,6 +245,7 @@ INLINE void adamw(const struct parameter *p, const struct adamw *a, struct rando
     const float *restrict gradient32 = (const float *)p->gradient + at;
     const float by = p->clipped ? p->coefficient : 1.0f;
     const struct adamw numbers = *a; /* else they are read again after each write */
+    const struct divisor correction = divisor_of(numbers.root_correction);
     INDEPENDENT
     for (int i = from; i < to; i++) {
         float value = values == BFLOAT16_SPLIT ? joined(stream[i], rest[i]) : wide[i];
@@ -230,7 +257,7 @@ INLINE void adamw(const struct parameter *p, const struct adamw *a, struct rando
                                                      : w->second[i];
         float gradient = values == FLOAT32_VALUES ? gradient32[i] * by : w->gradient[i];
         float root;
-        value = adamw_element(numbers, value, gradient, &first, &second, &root, tail);
+        value = adamw_element(numbers, correction, value, gradient, &first, &second, &root, tail);
         if (values == BFLOAT16_SPLIT) {
             stream[i] = to_stream(value);
             rest[i] = (uint16_t)bits_of(value);
@@ -259,6 +286,7 @@ INLINE void adamw_pairs(const struct parameter *p, const struct adamw *a, struct
                         int64_t at) {
     float even[BLOCK / 2], odd[BLOCK / 2];
     const struct adamw numbers = *a;
+    const struct divisor correction = divisor_of(numbers.root_correction);
     uint16_t *streams = (uint16_t *)p->values + at, *rests = (uint16_t *)p->master + at;
     uint16_t *firsts = (uint16_t *)p->first + at, *seconds = (uint16_t *)p->second + at;
     load_gradient_pairs(p, at, even, odd);
@@ -272,8 +300,8 @@ INLINE void adamw_pairs(const struct parameter *p, const struct adamw *a, struct
         float first0 = float_of(first << 16), first1 = float_of(first & UPPER);
         float second0 = float_of(second << 16), second1 = float_of(second & UPPER);
         float root;
-        value0 = adamw_element(numbers, value0, even[i], &first0, &second0, &root, 0);
-        value1 = adamw_element(numbers, value1, odd[i], &first1, &second1, &root, 0);
+        value0 = adamw_element(numbers, correction, value0, even[i], &first0, &second0, &root, 0);
+        value1 = adamw_element(numbers, correction, value1, odd[i], &first1, &second1, &root, 0);
         uint32_t bits0 = bits_of(value0), bits1 = bits_of(value1);
         set_word(streams, i, (bits0 + 0x8000) >> 16 | ((bits1 + 0x8000) & UPPER));
         set_word(rests, i, (bits0 & LOWER) | bits1 << 16);
