@@ -122,6 +122,9 @@ REGISTRY: dict[str, Benchmark] = {
         "atombench.averaging.averaging", "a round of averaging against hivemind and the link"
     ),
     "mistakes": Benchmark("atombench.mistakes", "how quickly and plainly mistakes are answered"),
+    "dashboard": Benchmark(
+        "atombench.dashboard.dashboard", "the dashboard in a browser, with long runs and many peers"
+    ),
     "join": Benchmark(
         "atombench.swarm.join", "a newcomer's download over a link, and what others notice"
     ),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.chromium import BROWSER, Page
+from atombench.dashboard.chromium import BROWSER, Page
 from tests.support.dashboard_run import DAMAGE, STEPS, rows, tell_step, write_run, write_swarm
 from tests.support.waiting import PATIENCE_S
 
