@@ -23,7 +23,8 @@ from atomtrain.analysis.costs.costs import layer_costs
 from atomtrain.engine.calibration.machines import Overhead
 from atomtrain.engine.calibration.profiling import measured_times, profiled_machine
 from atomtrain.engine.devices import pinning
-from atomtrain.engine.devices.cuda import CudaDevice
+from atomtrain.engine.devices.cuda import CUDA
+from atomtrain.engine.devices.gpu_device import GpuDevice
 from atomtrain.engine.devices.streams import Inject
 from atomtrain.engine.updates.optimizer import OptimizerFactory
 from atomtrain.errors import DeviceMemoryError, PlanError
@@ -220,7 +221,7 @@ def test_a_profile_that_does_not_fit_names_a_budget_that_would_do(
     inputs = traced.bind(batch)
     costs = layer_costs(traced.chain, inputs)
 
-    def measure(device: CudaDevice) -> object:
+    def measure(device: GpuDevice) -> object:
         try:
             if what == "layers":
                 return measured_times(device, traced.chain, costs, inputs)
@@ -228,11 +229,11 @@ def test_a_profile_that_does_not_fit_names_a_budget_that_would_do(
         finally:
             device.close()
 
-    device = CudaDevice(0, 128 << 20)
+    device = GpuDevice(CUDA, 0, 128 << 20)
     in_use = torch.cuda.memory_allocated() / torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(in_use)
     with pytest.raises(PlanError, match="cannot be measured within --device-memory 128") as no:
         measure(device)
     told = re.search(r"raise it to (\d+)MiB", str(no.value))
     assert told is not None
-    assert measure(CudaDevice(0, int(told[1]) << 20))
+    assert measure(GpuDevice(CUDA, 0, int(told[1]) << 20))
