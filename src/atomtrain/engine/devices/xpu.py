@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ class Xpu(Vendor):
         if torch.version.xpu is None:
             return built_without(self.title)
         try:
-            torch.xpu.init()
+            self.api.init()
             reason = "torch finds none"
         except (RuntimeError, AssertionError) as error:
             reason = reason_of(error)
@@ -51,24 +52,24 @@ class Xpu(Vendor):
         return "xpu-smi"
 
     def card(self, gpu: torch.device | int) -> Card:
-        found = torch.xpu.get_device_properties(gpu)
+        found = self.api.get_device_properties(gpu)
         cache_bytes = getattr(found, "last_level_cache_size", 0)  # in newer ones
         return Card(str(found.name), int(found.total_memory), int(cache_bytes))
 
     def multiplies_bfloat16(self, gpu: torch.device | int) -> bool:
         """Return whether a GPU has the units for matrices (XMX), which have bfloat16."""
-        found = torch.xpu.get_device_properties(gpu)
+        found = self.api.get_device_properties(gpu)
         return bool(found.has_subgroup_matrix_multiply_accumulate)
 
     def prepare(self) -> None:
-        if not hasattr(torch.xpu, "get_per_process_memory_fraction"):
+        if not hasattr(self.api, "get_per_process_memory_fraction"):
             raise ConfigError(
                 f"torch {torch.__version__} cannot limit what it takes of an Intel GPU's memory; "
                 "install a newer one"
             )
 
-    def event(self, *, timed: bool = False) -> torch.xpu.Event:
-        return torch.xpu.Event(enable_timing=timed)
+    def event(self, *, timed: bool = False) -> Any:
+        return self.api.Event(enable_timing=timed)
 
 
 XPU = Xpu()
