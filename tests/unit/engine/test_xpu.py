@@ -36,6 +36,7 @@ class Driver:
         patch.setattr("torch.xpu.get_device_name", lambda _: CARD.name)
         patch.setattr("torch.xpu.mem_get_info", lambda _: (self.free_bytes, self.total_bytes))
         patch.setattr("torch.xpu.memory_reserved", lambda _: 0)
+        patch.setattr("torch.xpu.get_per_process_memory_fraction", lambda _: 1.0, raising=False)
         patch.setattr("torch.xpu.get_device_properties", self._properties)
 
     def _init(self) -> None:

@@ -137,7 +137,8 @@ class GpuDevice:
         """Use GPU `index` of a maker; `memory_bytes` of `None` allows 90% of what is free now.
 
         Raises:
-            ConfigError: there is no such GPU, or less of its memory is free than the budget.
+            ConfigError: there is no such GPU, less of its memory is free than the budget, or torch
+                is too old for it.
         """
         require_gpu(vendor, index)
         vendor.prepare()
