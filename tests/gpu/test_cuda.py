@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import atomtrain
-from atomtrain.engine.devices.cuda import CudaDevice, _CudaEvent, _CudaStream
+from atomtrain.engine.devices.cuda import CUDA
+from atomtrain.engine.devices.gpu_device import GpuDevice, _GpuEvent, _GpuStream
 from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.streams import Event
 from atomtrain.models import GPT, GPTConfig
@@ -136,7 +137,7 @@ def test_random_delays_change_nothing(
     assert_equal(delayed, expected)
 
 
-class _Unordered(_CudaEvent):
+class _Unordered(_GpuEvent):
     """Orders nothing on the GPU."""
 
     def order(self, stream: torch.cuda.Stream) -> None:
@@ -147,16 +148,16 @@ class _Unordered(_CudaEvent):
 def test_without_the_events_of_loads_delays_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above would notice: it is the events that compute waits for."""
     expected = train(untied_gpt(), 8)[0]
-    made = _CudaStream._new_event
+    made = _GpuStream._new_event
 
-    def new_event(stream: _CudaStream) -> Event:
-        return _Unordered() if stream.name == "load" else made(stream)
+    def new_event(stream: _GpuStream) -> Event:
+        return _Unordered(CUDA) if stream.name == "load" else made(stream)
 
     def late_loads(stream: str) -> None:
         if stream == "load":
             torch.cuda._sleep(20 * CYCLES)
 
-    monkeypatch.setattr(_CudaStream, "_new_event", new_event)
+    monkeypatch.setattr(_GpuStream, "_new_event", new_event)
     # Whatever comes of it, parameters are only numbers; other values come by other streams.
     assert train(untied_gpt(), 8, late_loads)[0] != expected
 
@@ -224,7 +225,7 @@ def test_the_budget_is_honoured_and_depth_is_free() -> None:
 
 
 def test_pinned_host_memory_has_the_exact_size_up_to_pages() -> None:
-    device = CudaDevice(0, 64 << 20)
+    device = GpuDevice(CUDA, 0, 64 << 20)
     try:
         n_bytes = (33 << 20) + 256
         buffer = device.host_empty(n_bytes)
@@ -236,7 +237,7 @@ def test_pinned_host_memory_has_the_exact_size_up_to_pages() -> None:
 
 
 def test_small_pinned_buffers_and_long_copies() -> None:
-    device = CudaDevice(0, 1 << 30)
+    device = GpuDevice(CUDA, 0, 1 << 30)
     pool = HostPool(device)
     buffers = [pool.take(n) for n in (1, 4096, 100, 5 << 20, 4097, 0, 70 << 20, 3)]
     assert all(buffer.is_pinned() for buffer in buffers if buffer.numel())

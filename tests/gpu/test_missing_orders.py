@@ -18,8 +18,8 @@ from torch import Tensor
 
 import atomtrain
 from atomtrain.engine import planner
-from atomtrain.engine.devices import cuda
-from atomtrain.engine.devices.cuda import CudaDevice, _CudaEvent, _CudaStream
+from atomtrain.engine.devices import gpu_device
+from atomtrain.engine.devices.gpu_device import GpuDevice, _GpuEvent, _GpuStream
 from atomtrain.engine.devices.streams import Event, Job
 from atomtrain.engine.execution import boundary_activations as carried
 from atomtrain.engine.execution import offload
@@ -73,7 +73,7 @@ def outcome(
 def unordered(name: str) -> Change:
     """Compute does not wait for what a stream does."""
 
-    class Unordered(_CudaEvent):
+    class Unordered(_GpuEvent):
         def order(self, stream: torch.cuda.Stream) -> None:
             Event.wait(self)
 
@@ -81,9 +81,9 @@ def unordered(name: str) -> Change:
             return False
 
     def change(patch: pytest.MonkeyPatch) -> None:
-        made = _CudaStream._new_event
+        made = _GpuStream._new_event
         patch.setattr(
-            _CudaStream, "_new_event", lambda s: Unordered() if s.name == name else made(s)
+            _GpuStream, "_new_event", lambda s: Unordered(s._vendor) if s.name == name else made(s)
         )
 
     return change
@@ -101,9 +101,9 @@ def heedless(name: str) -> Change:
     """A stream waits for nothing that the GPU does."""
 
     def change(patch: pytest.MonkeyPatch) -> None:
-        run = _CudaStream._run
+        run = _GpuStream._run
 
-        def hurried(stream: _CudaStream, job: Job, after: Sequence[Event], event: Event) -> None:
+        def hurried(stream: _GpuStream, job: Job, after: Sequence[Event], event: Event) -> None:
             if stream.name != name:
                 run(stream, job, after, event)
                 return
@@ -111,37 +111,37 @@ def heedless(name: str) -> Change:
                 Event.wait(earlier)
             run(stream, job, (), event)
 
-        patch.setattr(_CudaStream, "_run", hurried)
+        patch.setattr(_GpuStream, "_run", hurried)
 
     return change
 
 
 def recorded_too_early(patch: pytest.MonkeyPatch) -> None:
     """Events of jobs are recorded before the job."""
-    run = _CudaStream._run
+    run = _GpuStream._run
 
-    def early(stream: _CudaStream, job: Job, after: Sequence[Event], event: Any) -> None:
-        event.recorded.record(stream._cuda)
-        later = _CudaEvent()
+    def early(stream: _GpuStream, job: Job, after: Sequence[Event], event: Any) -> None:
+        event.recorded.record(stream._queue)
+        later = _GpuEvent(stream._vendor)
         run(stream, job, after, later)
 
-    patch.setattr(_CudaStream, "_run", early)
+    patch.setattr(_GpuStream, "_run", early)
 
 
 def host_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     """Updates begin when the unload is queued."""
-    patch.setattr(_CudaEvent, "wait", Event.wait)
+    patch.setattr(_GpuEvent, "wait", Event.wait)
 
 
 def marks_nothing(patch: pytest.MonkeyPatch) -> None:
     """What compute was given so far is not recorded."""
 
-    def mark(device: CudaDevice) -> Event:
-        event = _CudaEvent()
+    def mark(device: GpuDevice) -> Event:
+        event = _GpuEvent(device.vendor)
         event.finish()
         return event
 
-    patch.setattr(CudaDevice, "mark", mark)
+    patch.setattr(GpuDevice, "mark", mark)
 
 
 def frees_what_is_saved(patch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def frees_what_is_offloaded(patch: pytest.MonkeyPatch) -> None:
 
 def order_forgotten(patch: pytest.MonkeyPatch) -> None:
     """No stream waits for another one's event."""
-    patch.setattr(cuda, "_order", lambda event, stream: Event.wait(event))
+    patch.setattr(gpu_device, "_order", lambda event, stream: Event.wait(event))
 
 
 CASES: dict[str, tuple[Activation, Change]] = {

@@ -22,9 +22,13 @@ from atomtrain.analysis import chain_of
 from atomtrain.analysis.costs.costs import layer_costs
 from atomtrain.engine.calibration.machines import Overhead
 from atomtrain.engine.calibration.profiling import measured_times, profiled_machine
+from atomtrain.engine.devices import gpus as gpus_module
 from atomtrain.engine.devices import pinning
-from atomtrain.engine.devices.cuda import CudaDevice
+from atomtrain.engine.devices.cuda import CUDA
+from atomtrain.engine.devices.gpu_device import GpuDevice
+from atomtrain.engine.devices.host_memory import aligned_empty
 from atomtrain.engine.devices.streams import Inject
+from atomtrain.engine.devices.xpu import Xpu
 from atomtrain.engine.updates.optimizer import OptimizerFactory
 from atomtrain.errors import DeviceMemoryError, PlanError
 from atomtrain.models import GPT, GPTConfig
@@ -198,6 +202,43 @@ def test_memory_that_is_not_pinned_gives_the_same_bits(
     assert engine.last.device_reserved_bytes >= engine.last.device_peak_bytes
 
 
+class Renamed(Xpu):
+    """Intel's module, whose GPUs are those in software, and are called as these are."""
+
+    kind, api = "cuda", torch.cuda
+
+    def __init__(self, gpus: SoftwareGpus) -> None:
+        self._gpus = gpus
+        self.rings = 0
+
+    def pinned_empty(self, n_bytes: int) -> Tensor:
+        memory = aligned_empty(n_bytes)
+        assert self._gpus.pinned.register(memory.data_ptr(), n_bytes) == 0
+        self.rings += 1
+        return memory
+
+
+@pytest.mark.parametrize("activations", ["offload", "recompute"])
+def test_a_gpu_that_cannot_pin_in_place_gives_the_same_bits(
+    activations: Activation, gpus: SoftwareGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Intel's: every copy passes through its stream's ring."""
+    options: dict[str, Any] = {
+        "segments": 8, "activations": activations, "optimizer_on_device": False,
+        "inject": lambda stream: time.sleep(0.002 * (stream != "update")),
+    }  # fmt: skip
+    expected = trained(**options)[0]
+    gc.collect()
+    assert gpus.pinned.ranges == {}
+    vendor = Renamed(gpus)
+    monkeypatch.setattr(gpus_module, "VENDORS", (vendor,))
+    found, engine = trained(**options)
+    assert isinstance(engine.device, GpuDevice)
+    assert engine.device.vendor is vendor
+    assert vendor.rings == len(gpus.pinned.ranges) == 4, "of load, fetch, unload and save, no more"
+    assert_equal(found, expected)
+
+
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_gradients_spent_at_once(precision: str | None) -> None:
     """Unloads wait for updates, which wait for unloads of the segment before last."""
@@ -220,7 +261,7 @@ def test_a_profile_that_does_not_fit_names_a_budget_that_would_do(
     inputs = traced.bind(batch)
     costs = layer_costs(traced.chain, inputs)
 
-    def measure(device: CudaDevice) -> object:
+    def measure(device: GpuDevice) -> object:
         try:
             if what == "layers":
                 return measured_times(device, traced.chain, costs, inputs)
@@ -228,11 +269,11 @@ def test_a_profile_that_does_not_fit_names_a_budget_that_would_do(
         finally:
             device.close()
 
-    device = CudaDevice(0, 128 << 20)
+    device = GpuDevice(CUDA, 0, 128 << 20)
     in_use = torch.cuda.memory_allocated() / torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(in_use)
     with pytest.raises(PlanError, match="cannot be measured within --device-memory 128") as no:
         measure(device)
     told = re.search(r"raise it to (\d+)MiB", str(no.value))
     assert told is not None
-    assert measure(CudaDevice(0, int(told[1]) << 20))
+    assert measure(GpuDevice(CUDA, 0, int(told[1]) << 20))

@@ -94,11 +94,12 @@ def run(arguments: Sequence[str]) -> int:
 
 def machine_facts() -> Facts:
     from atomtrain.engine.calibration.machines import host_memory_bytes
-    from atomtrain.engine.devices.gpus import card_of, gpus
+    from atomtrain.engine.devices.gpus import vendor_here
 
-    card = card_of(0) if gpus() else None
-    if card is None:
+    vendor = vendor_here()
+    if vendor is None:
         return Facts(host_memory_bytes(), None, 0)
+    card = vendor.card(0)
     return Facts(host_memory_bytes(), card.name, card.total_bytes)
 
 

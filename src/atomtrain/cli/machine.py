@@ -90,7 +90,7 @@ _SHOWN = 5
 @dataclass(frozen=True, kw_only=True)
 class ProveOptions:
     steps: int = option(5, "Optimizer steps of each way.", "N")
-    device: str = option("auto", "auto, cuda, cuda:1, cpu or emulated[:RATE].", "NAME")
+    device: str = option("auto", "auto, cuda, cuda:1, xpu, cpu or emulated[:RATE].", "NAME")
     device_memory: str | None = option(
         None, "What the swapped model may use. Default: a quarter of its training state.", "SIZE"
     )

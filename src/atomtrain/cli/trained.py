@@ -219,7 +219,7 @@ class GenerateOptions:
     seed: int = option(0, "Seed of the random choice.", "N")
     device: str = option(
         "auto",
-        "auto (a GPU if there is one, else cpu), cuda, cuda:NUMBER, cpu or emulated[:LINK].",
+        "auto (a GPU if there is one, else cpu), cuda, cuda:NUMBER, xpu, cpu or emulated[:LINK].",
         "DEVICE",
     )
     device_memory: str | None = option(
@@ -309,9 +309,9 @@ def run_generate(arguments: Sequence[str]) -> int:
 
 def _opened_device(options: GenerateOptions) -> Device:
     from atomtrain.engine.devices.devices import open_device
-    from atomtrain.engine.devices.gpus import gpus
+    from atomtrain.engine.devices.gpus import vendor_here
 
     name = options.device
-    if name == "auto" and options.device_memory is None and not gpus():
+    if name == "auto" and options.device_memory is None and vendor_here() is None:
         name = "cpu"
     return open_device(name, options.device_memory)

@@ -122,6 +122,8 @@ def test_each_mistake_of_the_benchmark_is_answered(
         (["train", "--model", "tyny"], "Did you mean 'tiny'?"),
         (["train", *TINY, "--device", "emulted"], "Did you mean 'emulated'?"),
         (["train", *TINY, "--device", "cuda:x"], "cuda:NUMBER"),
+        (["train", *TINY, "--device", "xpu:x"], "xpu:NUMBER"),
+        (["train", *TINY, "--device", "xpu:99"], "there is no XPU device 99"),
         (["train", *TINY, "--device", "emulated:fast"], "4GiB/s"),
         (["bench", "swop"], "Did you mean 'swap'?"),
         (["bench", "repotr"], "Did you mean 'report'?"),

@@ -314,6 +314,9 @@ def installed(
             patch.setattr(kind, "gpus", gpus, raising=False)
             patch.setattr(torch.cuda, name, kind)
         patch.setattr(torch.cuda, "default_generators", gpus.generators)
+        # By these, code asks for GPUs of any maker.
+        patch.setattr(torch.accelerator, "is_available", given["is_available"])
+        patch.setattr(torch, "get_device_module", _module(torch.get_device_module))
         patch.setattr(GpuTensor, "gpus", gpus)
         patch.setattr(torch.autograd, "backward", backward_of(gpus, torch.autograd.backward))
         patch.setattr(torch.Tensor, "is_pinned", _is_pinned(gpus))
@@ -323,6 +326,13 @@ def installed(
         yield gpus
         if gpus.scheduler.error is None:
             gpus.finish()
+
+
+def _module(real: Callable[..., Any]) -> Callable[..., Any]:
+    def get_device_module(device: Any = None) -> Any:
+        return torch.cuda if device is None else real(device)
+
+    return get_device_module
 
 
 def _not_emulated(name: str) -> Callable[..., Any]:

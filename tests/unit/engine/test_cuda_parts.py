@@ -1,4 +1,4 @@
-"""What the CUDA device does that needs no GPU to be checked: caps, workspaces, pinned memory."""
+"""What of CUDA can be checked without a GPU: caps, workspaces, pinned memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ import os
 import pytest
 import torch
 
-from atomtrain.engine.devices import cuda, pinning
-from atomtrain.engine.devices.cuda import CudaDevice
-from atomtrain.engine.devices.gpus import (
-    Caps,
-    library_bytes,
-    split_of,
-    use_expandable_segments,
-    workspace_bytes,
-)
+from atomtrain.engine.devices import gpu_device, pinning
+from atomtrain.engine.devices.cuda import CUDA, use_expandable_segments, workspace_bytes
+from atomtrain.engine.devices.gpu_device import GpuDevice
+from atomtrain.engine.devices.gpus import Caps, library_bytes, split_of
 from atomtrain.planning.plan.disk import PAGE_BYTES
 from atomtrain.training.tools import doctor
 
@@ -39,7 +34,7 @@ def fractions(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 def test_budgets_of_open_devices_add_up_and_the_last_one_leaves_all(
     fractions: dict[int, float],
 ) -> None:
-    caps = Caps()
+    caps = Caps(torch.cuda)
     caps.add(0, 100)
     assert fractions == {0: 0.1, 1: 0.5}
     caps.add(0, 200)
@@ -53,7 +48,7 @@ def test_budgets_of_open_devices_add_up_and_the_last_one_leaves_all(
 
 
 def test_a_cap_of_the_caller_is_there_again(fractions: dict[int, float]) -> None:
-    caps = Caps()
+    caps = Caps(torch.cuda)
     caps.add(1, 900)
     assert fractions[1] == pytest.approx(0.9)
     caps.add(1, 900)
@@ -68,10 +63,10 @@ def test_on_rocm_a_workspace_under_amds_name_counts(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setenv("HIPBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setattr("torch.version.hip", "7.0")
-    assert library_bytes() == workspace_bytes(":16:8")
+    assert library_bytes("cuda:0,cuda:1") == workspace_bytes(":16:8")
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     monkeypatch.setattr("torch.version.hip", None)
-    assert library_bytes() == workspace_bytes(os.environ["CUBLAS_WORKSPACE_CONFIG"])
+    assert library_bytes("cuda:0,cuda:1") == workspace_bytes(os.environ["CUBLAS_WORKSPACE_CONFIG"])
 
 
 def test_both_computing_threads_have_a_workspace() -> None:
@@ -110,11 +105,13 @@ class Runtime:
         patch.setattr("torch.cuda._sleep", sleep)
         patch.setattr(pinning, "CHUNK_BYTES", chunk_bytes)
         patch.setattr(pinning, "PINS", pinning.Pins())
-        patch.setattr(cuda, "PINS", pinning.PINS)
+        patch.setattr(gpu_device, "PINS", pinning.PINS)
 
 
 def host_empty(n_bytes: int) -> torch.Tensor:
-    return CudaDevice.host_empty(CudaDevice.__new__(CudaDevice), n_bytes)
+    device = GpuDevice.__new__(GpuDevice)
+    device.vendor = CUDA
+    return device.host_empty(n_bytes)
 
 
 def test_memory_is_pinned_as_long_as_any_view_of_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +179,7 @@ def test_what_can_be_pinned_is_found_and_given_back(
 ) -> None:
     runtime = Runtime(most_bytes)
     runtime.install(monkeypatch, PAGE_BYTES)
-    found = pinning.pinnable_bytes(16 * PAGE_BYTES)
+    found = pinning.pinnable_bytes(CUDA, 16 * PAGE_BYTES)
     assert found == (16 * PAGE_BYTES if most_bytes is None else most_bytes)
     assert runtime.pinned == {}
 
@@ -193,12 +190,12 @@ GIB = 1 << 30
 def test_plans_leave_room_to_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     libraries = workspace_bytes(":4096:8")
-    large = split_of(20 * GIB, 24 * GIB)
+    large = split_of(20 * GIB, 24 * GIB, libraries)
     assert large == (libraries + int(0.03 * 20 * GIB), 20 * GIB)
-    assert split_of(6 * GIB, 8 * GIB) == (libraries + (256 << 20), 6 * GIB)
+    assert split_of(6 * GIB, 8 * GIB, libraries) == (libraries + (256 << 20), 6 * GIB)
     # Trials have budgets smaller than that: what is spare is beside them.
-    assert split_of(112 << 20, 8 * GIB) == (libraries, (112 + 256) << 20)
-    assert split_of(GIB, GIB).cap_bytes == GIB, "there is no more"
+    assert split_of(112 << 20, 8 * GIB, libraries) == (libraries, (112 + 256) << 20)
+    assert split_of(GIB, GIB, libraries).cap_bytes == GIB, "there is no more"
 
 
 def test_segments_that_grow_unless_the_user_has_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +216,8 @@ def test_segments_that_grow_unless_the_user_has_settings(monkeypatch: pytest.Mon
 def test_the_doctor_pins_what_can_be(
     share: int, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atomtrain.engine.devices.gpus.gpus", lambda: 1)
-    monkeypatch.setattr(pinning, "pinnable_bytes", lambda most_bytes: most_bytes // share)
+    monkeypatch.setattr("atomtrain.engine.devices.gpus.vendor_here", lambda: CUDA)
+    monkeypatch.setattr(pinning, "pinnable_bytes", lambda _, most_bytes: most_bytes // share)
     [finding] = doctor._pinned(6 * GIB)
     assert finding.check == "pinned memory"
     assert finding.state == state

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import atomtrain
 from atomtrain.analysis.head.pieces import linear_cross_entropy
 from atomtrain.cli.train import arguments_of, options_of
-from atomtrain.engine.devices import gpus
-from atomtrain.engine.execution.determinism import WORKSPACE, deterministic, told_plainly
+from atomtrain.engine.devices.cuda import _FIXED_WORKSPACES, WORKSPACE
+from atomtrain.engine.execution.determinism import deterministic, told_plainly
 from atomtrain.errors import AtomError, ConfigError
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
@@ -122,7 +122,8 @@ def test_a_workspace_in_which_cublas_adds_in_any_order_is_refused(
         deterministic(),
     ):
         pytest.fail("it was taken")
-    for fixed in (gpus._CUBLAS_WORKSPACE, ":16:8"):
+    assert _FIXED_WORKSPACES == (":4096:8", ":16:8")
+    for fixed in _FIXED_WORKSPACES:
         monkeypatch.setenv(WORKSPACE, fixed)
         with deterministic():
             assert state() == ON

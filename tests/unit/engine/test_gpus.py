@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from atomtrain.engine.calibration.machines import catalogue_gpu
-from atomtrain.engine.devices import gpus
+from atomtrain.engine.devices import cuda, gpus
 from atomtrain.engine.devices.devices import open_device
 from atomtrain.errors import ConfigError
 
@@ -119,9 +119,11 @@ def test_a_card_that_others_use(driver: Driver) -> None:
     said = refusal(memory="20GiB")
     assert "others use 20.0 GiB of NVIDIA GeForce RTX 4090; end them (nvidia-smi lists" in said
     assert said.endswith("or give at most 3686MiB")
-    assert gpus.budget_of(0, None) == int(0.9 * 4 * GIB)
+    assert gpus.budget_of(cuda.CUDA, 0, None) == int(0.9 * 4 * GIB)
     driver.reserved_bytes = 17 * GIB
-    assert gpus.budget_of(0, 20 * GIB) == 20 * GIB, "this process can use again what it has"
+    assert gpus.budget_of(cuda.CUDA, 0, 20 * GIB) == 20 * GIB, (
+        "this process can use again what it has"
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,8 +148,8 @@ def test_auto_says_why_it_does_not_take_the_gpu(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "version")
-    monkeypatch.setattr(gpus, "AMD_DRIVER", tmp_path / "kfd")
+    monkeypatch.setattr(cuda, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(cuda, "AMD_DRIVER", tmp_path / "kfd")
     open_device("auto").close()
     assert caplog.messages == [], "there is no driver, so nobody expects a GPU"
     (tmp_path / "version").touch()
@@ -161,8 +163,8 @@ def test_amds_driver_without_a_torch_for_it(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
-    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "version")
-    monkeypatch.setattr(gpus, "AMD_DRIVER", tmp_path)
+    monkeypatch.setattr(cuda, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(cuda, "AMD_DRIVER", tmp_path)
     assert gpus.driver_is_there()
     assert "is built without ROCm; install one built for it (https" in refusal()
 
@@ -170,7 +172,7 @@ def test_amds_driver_without_a_torch_for_it(
 def test_a_torch_for_amds_gpus(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
     monkeypatch.setattr("torch.version.hip", "7.0")
-    assert gpus.runtime() == "ROCm 7.0"
+    assert cuda.CUDA.runtime() == "ROCm 7.0"
     driver.failure = RuntimeError("No HIP GPUs are available")
     assert "No HIP GPUs are available; rocm-smi must list the card" in refusal()
     driver.failure, driver.count, driver.name = None, 1, "AMD Radeon RX 7900 XTX"
@@ -209,15 +211,15 @@ def test_which_of_amds_gpus_multiply_bfloat16(
     monkeypatch.setattr("torch.version.hip", "7.0")
     properties = SimpleNamespace(gcnArchName=architecture)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
-    assert gpus.multiplies_bfloat16(0) is native
-    assert not gpus.multiplies_tf32(0)
+    assert cuda.CUDA.multiplies_bfloat16(0) is native
+    assert cuda.CUDA.tf32_setting(0) is None
 
 
 def test_what_a_gpu_is(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="H100", total_memory=80 * GIB, L2_cache_size=50 << 20)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
-    assert gpus.card_of(0) == ("H100", 80 * GIB, 50 << 20)
-    assert gpus.card_of(torch.device("cuda", 1)) == gpus.card_of(0)
+    assert gpus.card_of(torch.device("cuda", 1)) == ("H100", 80 * GIB, 50 << 20)
+    assert cuda.CUDA.card(0) == gpus.card_of(torch.device("cuda", 1))
     assert gpus.card_of(torch.device("cpu")) is None
     driver.free_bytes, driver.total_bytes = GIB // 4, GIB
-    assert gpus.memory_of(0) == (driver.name, GIB // 4, GIB)
+    assert cuda.CUDA.memory(0) == (driver.name, GIB // 4, GIB)

@@ -99,7 +99,8 @@ def _of_gpu(name: str) -> bool:
 
 
 def _splits(heads: int) -> int:
-    if not torch.are_deterministic_algorithms_enabled() or not torch.cuda.is_available():
+    if not torch.are_deterministic_algorithms_enabled() or not torch.accelerator.is_available():
         return 1
-    processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    return -(-int(processors) // heads)
+    there = torch.get_device_module()
+    found = there.get_device_properties(there.current_device())
+    return -(-int(getattr(found, "multi_processor_count", 1)) // heads)

@@ -46,12 +46,11 @@ class Way(NamedTuple):
 def ways_to_trace(device: torch.device) -> list[Way]:
     """Return the ways to try, the most faithful first.
 
-    A torch that was built without CUDA ends the process where autograd meets a tensor on a GPU, be
+    A torch that was not built for a GPU ends the process where autograd meets a tensor on one, be
     it a fake one. There is no GPU to run on either.
     """
-    devices = [device] if device.type == "cpu" else [device, CPU]
-    if device.type == "cuda" and not torch.backends.cuda.is_built():
-        devices = [CPU]
+    built = torch.accelerator.current_accelerator()  # for which kind, whether there is one or not
+    devices = [device, CPU] if built is not None and built.type == device.type else [CPU]
     return [Way(seeming, as_eager) for as_eager in (True, False) for seeming in devices]
 
 

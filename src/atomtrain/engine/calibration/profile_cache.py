@@ -31,7 +31,7 @@ from atomtrain.analysis.costs.costs import LayerCost, ValueSpec
 from atomtrain.analysis.costs.profile import LayerTime, check_time
 from atomtrain.analysis.layers.chain import Layer
 from atomtrain.engine.devices.device import Device
-from atomtrain.engine.devices.gpus import capability, runtime
+from atomtrain.engine.devices.gpus import vendor_of
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.errors import AtomError
 from atomtrain.files import default_cache, replacing
@@ -61,7 +61,7 @@ def profile_folder() -> Path:
 def machine_key(device: Device) -> dict[str, Any]:
     """Return everything that measured times depend on beside the layer."""
     link = device.link_bytes_per_s if isinstance(device, EmulatedDevice) else None
-    found = capability(device.torch_device)
+    vendor = vendor_of(device.torch_device)
     return {
         "host": platform.node(),
         "processor": platform.machine(),
@@ -70,8 +70,8 @@ def machine_key(device: Device) -> dict[str, Any]:
         "link_bytes_per_s": link,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "runtime": runtime() if found is not None else None,
-        "capability": list(found or ()),
+        "runtime": vendor and vendor.runtime(),
+        "capability": list(vendor.capability(device.torch_device)) if vendor else [],
         "precision": torch.get_float32_matmul_precision(),
         "core": fingerprint() if core() is not None else None,
     }

@@ -1,304 +1,234 @@
-"""The CUDA device: one CUDA stream per direction and purpose, ordered by events.
+"""NVIDIA's GPUs by CUDA, and AMD's: a torch that is built for ROCm calls them `cuda` too.
 
-Each stream's thread only enqueues; what must be finished before a copy is expressed as
-`wait_event` on the CUDA stream. Events of host work (optimizer updates) block the thread instead,
-so a copy is never enqueued before the host data are final.
+What differs between the two is told apart here.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import contextlib
+import os
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from atomtrain.analysis.costs.storages import is_dense
-from atomtrain.engine.devices.device import AllocatorUse
-from atomtrain.engine.devices.gpus import (
-    CAPS,
-    budget_of,
-    require_gpu,
-    split_of,
-    use_expandable_segments,
-)
-from atomtrain.engine.devices.host_memory import aligned_empty
-from atomtrain.engine.devices.pinning import PINS, Part, StagingRing
-from atomtrain.engine.devices.streams import Event, Inject, Job, Record, Stream
-from atomtrain.errors import DeviceMemoryError
-from atomtrain.units import format_bytes
+from atomtrain.engine.devices.vendor import Card, Registrar, Vendor, built_without
+from atomtrain.errors import ConfigError, reason_of
 
-_PIECE_BYTES = 32 << 20
-"""About a millisecond of the link. A copy engine serves streams in turns, copy by copy."""
-
-
-class _CudaEvent(Event):
-    """Finished when the work is enqueued; `wait` and `order` then go by the CUDA event."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # A thread that waits for it sleeps: host updates want the core.
-        self.recorded = torch.cuda.Event(blocking=True)
-        self.held_by: CudaDevice | None = None
-        """Whose compute goes on only after it."""
-
-    def wait(self) -> None:
-        super().wait()
-        self.recorded.synchronize()
-
-    def is_done(self) -> bool:
-        return super().is_done() and self.recorded.query()
-
-    def order(self, stream: torch.cuda.Stream) -> None:
-        """Let `stream` go on only after the work; blocks until the work is enqueued."""
-        super().wait()
-        stream.wait_event(self.recorded)
+DRIVER = Path("/proc/driver/nvidia/version")
+"""There where an NVIDIA driver is loaded."""
+AMD_DRIVER = Path("/dev/kfd")
+"""There where AMD's driver offers a GPU for computing."""
+_TENSOR_CAPABILITY = (8, 0)
+"""From here on NVIDIA's GPUs multiply bfloat16 and TF32 in hardware (Ampere, 2020)."""
+_LEAST_COMPILED = (7, 0)
+"""Of GPUs for which Triton compiles (Volta, 2017)."""
+_WITHOUT_BFLOAT16 = (
+    "gfx8", "gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c", "gfx10",
+)  # fmt: skip
+"""AMD's architectures that only emulate it: before CDNA, and RDNA before its third generation."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for all GPUs, since several may load from one copy."""
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_WORKSPACES = (WORKSPACE, "HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG")
+"""In the order in which PyTorch looks for them: the later ones on ROCm only."""
+_FIXED_WORKSPACES = (":4096:8", ":16:8")
+"""With these cuBLAS adds in the same order on each stream (its documentation, section 2.1.4). The
+first one is taken everywhere: eight buffers of 4 MiB, what PyTorch takes on Hopper."""
+_COMPUTING_THREADS = 2
+"""The caller's, and autograd's for backward: each has a handle of cuBLAS with its own workspace."""
+_BESIDE_BYTES = 8 << 20
+"""Workspaces of cuBLASLt, and other small things that PyTorch keeps."""
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-class _Wait:
-    """Times one wait of compute."""
+def on_rocm() -> bool:
+    """Return whether GPUs are AMD's."""
+    return torch.version.hip is not None
+
+
+class _Cudart:
+    """CUDA's registration of host memory."""
 
     def __init__(self) -> None:
-        self.before, self.after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._runtime: Any = torch.cuda.cudart()
+
+    def register(self, address: int, n_bytes: int) -> int:
+        code = int(self._runtime.cudaHostRegister(address, n_bytes, _PORTABLE))
+        if code:
+            _clear_error()
+        return code
+
+    def unregister(self, address: int) -> None:
+        self._runtime.cudaHostUnregister(address)
 
 
-class _CudaRecord(Record):
-    """Times device work by CUDA events; host updates on the host, from the same zero."""
+def _clear_error() -> None:
+    """Have CUDA forget the last error, which the next kernel's launch would take for its own.
 
-    def __init__(self, compute: torch.cuda.Stream) -> None:
-        super().__init__()
-        compute.synchronize()
-        self._zero_s = time.perf_counter()
-        self._zero = torch.cuda.Event(enable_timing=True)
-        self._zero.record(compute)
-
-    def device_now(self) -> Any:
-        moment = torch.cuda.Event(enable_timing=True)
-        moment.record()
-        return moment
-
-    def _seconds(self, moment: Any) -> float:
-        if not isinstance(moment, torch.cuda.Event):
-            return super()._seconds(moment)
-        moment.synchronize()
-        return self._zero_s + float(self._zero.elapsed_time(moment)) / 1e3
+    PyTorch's binding has no cudaGetLastError, but asks it after each launch, and raises.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.cuda._sleep(0)
 
 
-class _CudaStream(Stream):
-    """Enqueues jobs on a CUDA stream."""
+class Cuda(Vendor):
+    """GPUs that torch calls `cuda`."""
 
-    def __init__(self, name: str, device: torch.device, inject: Inject | None) -> None:
-        self._device = device
-        self._cuda = torch.cuda.Stream(device)
-        super().__init__(name, inject)
+    kind, title, mask, registers = "cuda", "CUDA", "CUDA_VISIBLE_DEVICES", True
+    api = torch.cuda
 
-    def _new_event(self) -> Event:
-        return _CudaEvent()
+    def driver_is_there(self) -> bool:
+        return DRIVER.exists() or AMD_DRIVER.exists()
 
-    def _now(self, record: Record) -> Any:
-        return record.device_now()
+    def why_none(self) -> str:
+        visible = os.environ.get(self.mask)
+        built = self.runtime()
+        if built is None:
+            rocm = AMD_DRIVER.exists() and not DRIVER.exists()
+            return built_without("ROCm" if rocm else "CUDA")
+        if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
+            return f"{self.mask}={visible!r} hides all GPUs; unset it"
+        try:
+            torch.cuda.init()
+            reason = "torch finds none"
+        except (RuntimeError, AssertionError) as error:
+            reason = reason_of(error)
+        if "too old" in reason:
+            found = re.search(r"found version (\d+)", reason)
+            version = int(found[1]) if found else 0
+            has = f", this one has {version // 1000}.{version % 1000 // 10}" if version else ""
+            return (
+                f"the NVIDIA driver is too old: torch {torch.__version__} needs one for "
+                f"{built}{has}; update the driver, or install an older torch"
+            )
+        if on_rocm():
+            return (
+                f"{reason}; rocm-smi must list the card, you must be in the groups video and "
+                "render, and a container needs --device /dev/kfd --device /dev/dri; "
+                "HIP_VISIBLE_DEVICES, if set, must name it"
+            )
+        if "no NVIDIA driver" in reason:
+            return (
+                "there is no NVIDIA driver; install it so that nvidia-smi lists the card, and "
+                "start a container with --gpus all"
+            )
+        if visible is not None:
+            return f"{reason}; {self.mask}={visible} may name a card that is not there"
+        return f"{reason}; nvidia-smi must list the card, and a container needs --gpus all"
 
-    def _run(self, job: Job, after: Sequence[Event], event: Event) -> None:
-        assert isinstance(event, _CudaEvent)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._cuda):
-            for earlier in after:
-                _order(earlier, self._cuda)
-            if self._inject is not None:
-                self._inject(self.name)
-            job()
-            event.recorded.record(self._cuda)
+    def runtime(self) -> str | None:
+        if torch.version.hip is not None:
+            return f"ROCm {torch.version.hip}"
+        return None if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
 
+    def listing(self) -> str:
+        return "rocm-smi" if on_rocm() else "nvidia-smi"
 
-def _order(event: Event, stream: torch.cuda.Stream) -> None:
-    if isinstance(event, _CudaEvent):
-        event.order(stream)
-    else:
-        event.wait()
+    def hidden(self) -> str:
+        if "MIG" in os.environ.get(self.mask, ""):
+            return "; a process sees one MIG slice, so start one process for each"
+        return super().hidden()
 
+    def card(self, gpu: torch.device | int) -> Card:
+        found = torch.cuda.get_device_properties(gpu)
+        return Card(str(found.name), int(found.total_memory), int(found.L2_cache_size))
 
-class CudaDevice:
-    """A `Device` on a GPU, its memory capped at the budget."""
+    def capability(self, gpu: torch.device | int) -> tuple[int, ...]:
+        return torch.cuda.get_device_capability(gpu)
 
-    one_memory = False
-    host_stream: type[Stream] = Stream
+    def multiplies_bfloat16(self, gpu: torch.device | int) -> bool:
+        if on_rocm():
+            architecture = str(torch.cuda.get_device_properties(gpu).gcnArchName)
+            return not architecture.startswith(_WITHOUT_BFLOAT16)
+        return self.capability(gpu) >= _TENSOR_CAPABILITY
 
-    def __init__(
-        self, index: int, memory_bytes: int | None = None, inject: Inject | None = None
-    ) -> None:
-        """Use GPU `index`; `memory_bytes` of `None` allows 90% of what is free now.
+    def bfloat16_takes(self, gpu: torch.device | int) -> str:
+        if on_rocm():
+            return ""
+        return f" (compute capability {_version(self.capability(gpu))}, it takes 8.0)"
 
-        Raises:
-            ConfigError: there is no such GPU, or less of its memory is free than the budget.
-        """
-        require_gpu(index)
+    def tf32_setting(self, gpu: torch.device | int) -> str | None:
+        if on_rocm() or not self.multiplies_bfloat16(gpu):
+            return None
+        return (
+            "set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in the environment, or call "
+            "torch.set_float32_matmul_precision('high') in Python"
+        )
+
+    def why_not_compiled(self, gpu: torch.device | int) -> str | None:
+        found = self.capability(gpu)
+        if found >= _LEAST_COMPILED:
+            return None
+        least = _version(_LEAST_COMPILED)
+        return f"has compute capability {_version(found)}, and compiling takes {least}"
+
+    def prepare(self) -> None:
         use_expandable_segments()
-        self.torch_device = torch.device("cuda", index)
-        self.inject = inject
-        self.name = torch.cuda.get_device_name(index)
-        self.memory_bytes = budget_of(index, memory_bytes)
-        _, total_bytes = torch.cuda.mem_get_info(index)
-        self.reserved_bytes, self._cap_bytes = split_of(self.memory_bytes, total_bytes)
-        torch.cuda.init()
-        self.generator = torch.cuda.default_generators[index]
-        self.load: Stream = _CudaStream("load", self.torch_device, inject)
-        self.fetch: Stream = _CudaStream("fetch", self.torch_device, inject)
-        self.unload: Stream = _CudaStream("unload", self.torch_device, inject)
-        self.save: Stream = _CudaStream("save", self.torch_device, inject)
-        self._waits: list[_Wait] = []
-        self._waited: list[_Wait] = []
-        """Events of earlier steps, to be used again: making one takes longer than recording it."""
-        self._retries = 0
-        self._staging = _Staging()
-        self._compute = torch.cuda.current_stream(self.torch_device)
-        self._closed = False
-        CAPS.add(index, self._cap_bytes)
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        try:
-            with torch.cuda.device(self.torch_device), torch.cuda.stream(self._compute):
-                yield
-        except torch.OutOfMemoryError as error:
-            reason = str(error).partition("\n")[0]
-            raise DeviceMemoryError(
-                f"the device budget of {format_bytes(self.memory_bytes)} is exceeded, or others "
-                f"use {self.name} too ({reason}); raise --device-memory or use smaller "
-                "micro-batches"
-            ) from error
+    def library_bytes(self) -> int:
+        # Read when cuBLAS (on AMD's GPUs hipBLAS) is first used.
+        names = _WORKSPACES if on_rocm() else _WORKSPACES[:1]
+        chosen = next((os.environ[name] for name in names if os.environ.get(name)), None)
+        if chosen is None:
+            chosen = os.environ[WORKSPACE] = _FIXED_WORKSPACES[0]
+        return workspace_bytes(chosen)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.torch_device)
+    def event(self, *, timed: bool = False) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True) if timed else torch.cuda.Event(blocking=True)
 
-    def on_host(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def registrar(self) -> Registrar:
+        return _Cudart()
 
-    def host_empty(self, n_bytes: int) -> Tensor:
-        """Allocate ordinary memory and pin it in place, in pages of its own.
-
-        PyTorch's pinned allocator rounds up to powers of two (pytorch#95823), which would nearly
-        double the host memory of a large model. What the system does not allow to be pinned stays
-        ordinary memory, with a warning.
-        """
-        if n_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        tensor = aligned_empty(n_bytes)[:n_bytes]
-        PINS.pin(tensor)
-        return tensor
-
-    def copy_in(self, target: Tensor, source: Tensor) -> None:
-        _copy(target, source, PINS.parts(source), self._staging.ring.copy_in)
-
-    def copy_out(self, target: Tensor, source: Tensor) -> None:
-        _copy(target, source, PINS.parts(target), self._staging.ring.copy_out)
-
-    def mark(self) -> Event:
-        event = _CudaEvent()
-        event.recorded.record(self._compute)
-        event.finish()
-        return event
-
-    def hold(self, event: Event) -> None:
-        if event.is_done():  # nothing to order, nothing to time
-            event.wait()
-            return
-        if isinstance(event, _CudaEvent):
-            if event.held_by is self:  # by what else came in the same job
-                return
-            event.held_by = self
-        wait = self._waited.pop() if self._waited else _Wait()
-        wait.before.record(self._compute)
-        _order(event, self._compute)
-        wait.after.record(self._compute)
-        self._waits.append(wait)
-
-    def new_record(self) -> Record:
-        return _CudaRecord(self._compute)
-
-    def synchronize(self) -> None:
-        reached = torch.cuda.Event(blocking=True)
-        reached.record(self._compute)
-        reached.synchronize()
-
-    def trim(self) -> None:
-        torch.cuda.empty_cache()
-
-    def take_wait_s(self) -> float:
-        wait_ms: float = sum(wait.before.elapsed_time(wait.after) for wait in self._waits)
-        self._waited += self._waits
-        self._waits = []
-        return wait_ms / 1e3
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
-        self._retries = self._retries_so_far()
-
-    def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.torch_device)
-
-    def allocator_use(self) -> AllocatorUse:
-        reserved_bytes = torch.cuda.max_memory_reserved(self.torch_device)
-        retries = self._retries_so_far() - self._retries
-        return AllocatorUse(self.peak_bytes(), reserved_bytes, retries)
-
-    def _retries_so_far(self) -> int:
-        return int(torch.cuda.memory_stats(self.torch_device).get("num_alloc_retries", 0))
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for stream in (self.load, self.fetch, self.unload, self.save):
-            stream.close()
-        try:
-            # A step that failed may have left copies on their way, and what they use goes now.
-            torch.cuda.synchronize(self.torch_device)
-        finally:
-            CAPS.remove(self.torch_device.index, self._cap_bytes)
+    def require_deterministic(self) -> None:
+        workspace = os.environ.get(WORKSPACE, _FIXED_WORKSPACES[0])
+        # On AMD's GPUs PyTorch tells rocBLAS itself.
+        if workspace not in _FIXED_WORKSPACES and not on_rocm():
+            raise ConfigError(
+                f"{WORKSPACE}={workspace} lets cuBLAS add in any order, which --deterministic "
+                f"forbids; unset it, or set it to {' or '.join(_FIXED_WORKSPACES)}"
+            )
 
 
-class _Staging(threading.local):
-    """Each stream's thread has a ring of its own."""
-
-    def __init__(self) -> None:
-        self.ring = StagingRing()
+def _version(capability: tuple[int, ...]) -> str:
+    return ".".join(map(str, capability))
 
 
-def _copy(
-    target: Tensor, source: Tensor, parts: Sequence[Part], stage: Callable[[Tensor, Tensor], None]
-) -> None:
-    """Enqueue a copy between device and host; none crosses from one part to the next.
+def workspace_bytes(config: str) -> int:
+    """Return what cuBLAS and cuBLASLt keep for themselves through PyTorch's allocator.
 
     Args:
-        target: On one side.
-        source: On the other.
-        parts: Of the one on the host.
-        stage: Copies bytes of ordinary memory that was to be pinned.
+        config: The environment variable `CUBLAS_WORKSPACE_CONFIG`, such as `:4096:8`: buffers of so
+            many KiB, and how many of them.
     """
-    if (len(parts) > 1 or parts[0].staged) and _same_layout(target, source):
-        to, of = (
-            tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-            for tensor in (target, source)
-        )
-        for start_bytes, stop_bytes, staged in parts:
-            copy = stage if staged else _copy_pieces
-            copy(to[start_bytes:stop_bytes], of[start_bytes:stop_bytes])
-        return
-    _copy_pieces(target, source)
+    sizes = re.findall(r":([0-9]+):([0-9]+)", config)
+    kept = sum(int(kib) * int(count) << 10 for kib, count in sizes)
+    return _COMPUTING_THREADS * kept + _BESIDE_BYTES
 
 
-def _same_layout(target: Tensor, source: Tensor) -> bool:
-    same = target.dtype == source.dtype and target.stride() == source.stride()
-    return same and is_dense(source)
+def use_expandable_segments() -> bool:
+    """Let the allocator's segments grow, unless the user has chosen settings of his own.
+
+    Call it before CUDA starts. Returns whether it was done.
+    """
+    if any(os.environ.get(name) for name in _SETTINGS):
+        return False
+    # The environment may have been read when torch was loaded, so it is told.
+    tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # since torch 2.9 or so
+    (tell or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+    return True
 
 
-def _copy_pieces(target: Tensor, source: Tensor) -> None:
-    """Enqueue a copy; a long one in pieces, between which small and urgent ones come through."""
-    if source.dim() != 1 or source.nbytes <= _PIECE_BYTES:
-        target.copy_(source, non_blocking=True)
-        return
-    elements = _PIECE_BYTES // source.element_size()
-    for to, of in zip(target.split(elements), source.split(elements), strict=True):
-        to.copy_(of, non_blocking=True)
+def attention_kernels() -> tuple[bool, ...]:
+    """Return which kernels attention may choose. PyTorch keeps that here for every device."""
+    allowed = torch.backends.cuda
+    return (
+        allowed.flash_sdp_enabled(),
+        allowed.mem_efficient_sdp_enabled(),
+        allowed.math_sdp_enabled(),
+        allowed.cudnn_sdp_enabled(),
+    )
+
+
+CUDA = Cuda()

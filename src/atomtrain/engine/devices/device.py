@@ -1,4 +1,4 @@
-"""What the executor asks of a device, whether CUDA, emulated or the host itself.
+"""What the executor asks of a device, whether a GPU, emulated or the host itself.
 
 One device owns all streams. Why each exists:
 

@@ -9,14 +9,16 @@ from atomtrain.units import parse_rate
 
 DEFAULT_LINK_BYTES_PER_S = 4.0 * 2**30
 """About PCIe 3.0 with 4 lanes: a slow but real link."""
-_KINDS = ("auto", "cpu", "cuda", "emulated")
+GPU_KINDS = ("cuda", "xpu")
+"""Those that are a GPU, as torch calls them: NVIDIA's and AMD's, Intel's."""
+_KINDS = ("auto", "cpu", *GPU_KINDS, "emulated")
 
 
 class DeviceName(NamedTuple):
     """What a name says."""
 
     kind: str
-    """`auto`, `cpu`, `cuda` or `emulated`."""
+    """`auto`, `cpu`, `cuda`, `xpu` or `emulated`."""
     number: int = 0
     """Which GPU."""
     link_bytes_per_s: float = DEFAULT_LINK_BYTES_PER_S
@@ -24,7 +26,7 @@ class DeviceName(NamedTuple):
 
 
 def parse_device(name: str) -> DeviceName:
-    """Return what `auto`, `cpu`, `cuda`, `cuda:1`, `emulated` or `emulated:4GiB/s` says.
+    """Return what `auto`, `cpu`, `cuda`, `cuda:1`, `xpu`, `emulated` or `emulated:4GiB/s` says.
 
     Raises:
         ConfigError: no such device.
@@ -32,16 +34,17 @@ def parse_device(name: str) -> DeviceName:
     kind, _, argument = name.partition(":")
     if name in ("auto", "cpu"):
         return DeviceName(kind)
-    if kind == "cuda":
+    if kind in GPU_KINDS:
         if argument and not (argument.isascii() and argument.isdigit()):
-            raise ConfigError(f"device {name!r} is not a GPU; write cuda or cuda:NUMBER")
+            raise ConfigError(f"device {name!r} is not a GPU; write {kind} or {kind}:NUMBER")
         return DeviceName(kind, int(argument or 0))
     if kind == "emulated":
         link = parse_rate(argument, "link") if argument else DEFAULT_LINK_BYTES_PER_S
         return DeviceName(kind, link_bytes_per_s=link)
     raise ConfigError(
         f"there is no device {name!r}.{nearest(kind, _KINDS)} "
-        "Devices: auto, cpu, cuda, cuda:NUMBER, emulated, emulated:LINK such as emulated:4GiB/s"
+        "Devices: auto, cpu, cuda, cuda:NUMBER, xpu, xpu:NUMBER, emulated, emulated:LINK such as "
+        "emulated:4GiB/s"
     )
 
 
@@ -55,11 +58,11 @@ def parse_devices(names: str) -> list[DeviceName]:
     if len(found) == 1:
         return found
     for one in found:
-        if one.kind not in ("cuda", "emulated") or one.kind != found[0].kind:
+        if one.kind not in (*GPU_KINDS, "emulated") or one.kind != found[0].kind:
             raise ConfigError(
                 f"devices {names!r} cannot share a model; give several GPUs, such as "
                 "cuda:0,cuda:1, or several emulated devices"
             )
-    if one.kind == "cuda" and len({one.number for one in found}) < len(found):
+    if one.kind in GPU_KINDS and len({one.number for one in found}) < len(found):
         raise ConfigError(f"devices {names!r} name a GPU twice; give each one once")
     return found

@@ -1,14 +1,14 @@
-"""Devices by name: `auto`, `cpu`, `cuda`, `cuda:1`, `emulated`, `emulated:4GiB/s`."""
+"""Devices by name: `auto`, `cpu`, `cuda`, `cuda:1`, `xpu`, `emulated`, `emulated:4GiB/s`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 
-from atomtrain.engine.devices.cuda import CudaDevice
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.device_names import parse_device, parse_devices
-from atomtrain.engine.devices.gpus import driver_is_there, gpus, why_none
+from atomtrain.engine.devices.gpu_device import GpuDevice
+from atomtrain.engine.devices.gpus import driver_is_there, vendor_named, vendor_of, why_none
 from atomtrain.engine.devices.host_memory import host_memory
 from atomtrain.engine.devices.processor import EmulatedDevice, HostDevice
 from atomtrain.engine.devices.streams import Inject
@@ -36,14 +36,12 @@ def open_device(
     """
     memory_bytes = None if memory is None else parse_bytes(memory, "device memory")
     found = parse_device(name)
-    kind = found.kind
-    if kind == "auto":
-        kind = "cuda" if gpus() else "emulated"
-        if kind == "emulated" and driver_is_there():
-            _logger.warning("training on the emulated device, without the GPU: %s", why_none())
-    if kind == "cuda":
-        return CudaDevice(found.number, memory_bytes, inject)
-    if kind == "cpu":
+    vendor = vendor_named(found.kind)
+    if vendor is not None:
+        return GpuDevice(vendor, found.number, memory_bytes, inject)
+    if found.kind == "auto" and driver_is_there():
+        _logger.warning("training on the emulated device, without the GPU: %s", why_none())
+    if found.kind == "cpu":
         return HostDevice(memory_bytes or host_memory().usable_bytes, inject)
     return EmulatedDevice(memory_bytes or DEFAULT_EMULATED_BYTES, found.link_bytes_per_s, inject)
 
@@ -89,12 +87,12 @@ def open_devices(
 def _check_together(devices: Sequence[Device]) -> None:
     if len(devices) == 1:
         return
-    kinds = {type(device) for device in devices}
+    kinds = {(type(device), device.torch_device.type) for device in devices}
     if len(kinds) > 1 or any(device.one_memory for device in devices):
         raise ConfigError(
             "these devices cannot share a model; give several GPUs, such as cuda:0,cuda:1, or "
             "several emulated devices"
         )
-    gpus = [device.torch_device.index for device in devices if device.torch_device.type == "cuda"]
+    gpus = [device.torch_device for device in devices if vendor_of(device.torch_device)]
     if len(set(gpus)) < len(gpus):
         raise ConfigError("the devices name a GPU twice; give each one once")

@@ -2,7 +2,7 @@
 
 | device | `auto` |
 |---|---|
-| GPU: NVIDIA's from compute capability 8.0 on, AMD's CDNA and from RDNA 3 on | bf16 |
+| GPU that multiplies bfloat16 in hardware, as its maker's module knows | bf16 |
 | older GPU: bfloat16 is emulated, and attention falls back to slow kernels | fp16 |
 | processor with AMX or AVX-512 instructions for bfloat16, and what it emulates | bf16 |
 | any other processor | fp32 |
@@ -16,13 +16,7 @@ import torch
 
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.device_names import DeviceName, parse_devices
-from atomtrain.engine.devices.gpus import (
-    capability,
-    gpus,
-    multiplies_bfloat16,
-    multiplies_tf32,
-    on_rocm,
-)
+from atomtrain.engine.devices.gpus import vendor_named, vendor_of
 from atomtrain.errors import ConfigError
 
 _FLAGS = frozenset(("amx_bf16", "avx512_bf16"))
@@ -51,28 +45,26 @@ def require_native(device: Device, precision: str | None) -> None:
     Raises:
         ConfigError: says what to choose instead.
     """
-    found = capability(device.torch_device)
-    if precision != "bf16" or found is None:
+    gpu = device.torch_device
+    vendor = vendor_of(gpu)
+    if precision != "bf16" or vendor is None or vendor.multiplies_bfloat16(gpu):
         return
-    if not multiplies_bfloat16(device.torch_device):
-        why = "" if on_rocm() else f" (compute capability {found[0]}.{found[1]}, it takes 8.0)"
-        raise ConfigError(
-            f"{device.name} does not compute bfloat16 in hardware{why}; choose precision fp16, "
-            "also to join a run of bf16"
-        )
+    raise ConfigError(
+        f"{device.name} does not compute bfloat16 in hardware{vendor.bfloat16_takes(gpu)}; choose "
+        "precision fp16, also to join a run of bf16"
+    )
 
 
 def tf32_hint(device: Device, precision: str) -> str | None:
     """Return how products of float32 can be faster, if they are exact on a GPU that has TF32."""
-    if precision != "fp32" or capability(device.torch_device) is None:
-        return None
+    vendor = vendor_of(device.torch_device)
     exact = torch.get_float32_matmul_precision() == "highest"
-    if not exact or not multiplies_tf32(device.torch_device):
+    if precision != "fp32" or vendor is None or not exact:
         return None
-    return (
-        "precision fp32 multiplies without TF32; for faster products with 10 bits of mantissa set "
-        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in the environment, or call "
-        "torch.set_float32_matmul_precision('high') in Python"
+    setting = vendor.tf32_setting(device.torch_device)
+    return setting and (
+        "precision fp32 multiplies without TF32; for faster products with 10 bits of mantissa "
+        f"{setting}"
     )
 
 
@@ -87,6 +79,7 @@ def processor_flags() -> frozenset[str]:
 
 
 def _precision_of(device: DeviceName) -> str:
-    if device.kind in ("auto", "cuda") and device.number < gpus():
-        return "bf16" if multiplies_bfloat16(device.number) else "fp16"
+    vendor = vendor_named(device.kind)
+    if vendor is not None and device.number < vendor.count():
+        return "bf16" if vendor.multiplies_bfloat16(device.number) else "fp16"
     return "bf16" if _FLAGS & processor_flags() else "fp32"

@@ -2,14 +2,13 @@
 
 Containers and WSL2 may allow less than a model takes, down to half a GiB. What cannot be pinned
 passes through a few pinned buffers of the stream that copies it, and through ordinary memory where
-not even those can be had. Regions are known by address, since a copy must not cross from one into
-the next: CUDA refuses that.
+not even those can be had. So does all memory of GPUs that cannot pin what is there already. Regions
+are known by address, since a copy must not cross from one into the next: CUDA refuses that.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import itertools
 import logging
 import threading
@@ -18,18 +17,16 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from atomtrain.engine.devices.host_memory import aligned_empty
+from atomtrain.engine.devices.vendor import Registrar, Vendor
 from atomtrain.units import format_bytes
 
 CHUNK_BYTES = 64 << 20
 RING_BYTES = 4 << 20
 """Of each of the buffers of a `StagingRing`: some hundred microseconds of the link."""
 _RING_BUFFERS = 2
-_PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for all GPUs, since several may load from one copy."""
 _logger = logging.getLogger(__name__)
 
 
@@ -61,33 +58,36 @@ class Pins:
         """By start."""
         self._told = False
 
-    def pin(self, memory: Tensor) -> int:
+    def pin(self, memory: Tensor, vendor: Vendor) -> int:
         """Pin memory in place until it is freed; return how many bytes of it are.
 
         Args:
             memory: uint8, 1-D, in pages of its own. A page cannot be pinned twice.
+            vendor: Whose GPUs will copy it.
         """
-        start, runtime = memory.data_ptr(), torch.cuda.cudart()
-        regions, code = _register(runtime, start, start + memory.numel())
+        start, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        registrar = vendor.registrar() if vendor.registers else None
+        regions, code = ([], 0) if registrar is None else _register(registrar, start, stop)
         if code and regions:  # or nothing would be left for rings, and for later small buffers
-            _unregister(runtime, [regions.pop()])
+            _unregister(registrar, [regions.pop()])
         pinned = sum(region.stop - region.start for region in regions)
         if pinned < memory.numel():
-            regions.append(_Region(start + pinned, start + memory.numel(), pinned=False))
+            regions.append(_Region(start + pinned, stop, pinned=False))
         with self._lock:
             for region in regions:
                 bisect.insort(self._starts, region.start)
                 self._regions[region.start] = region
         # Unpinned before the memory itself is freed: the storage's finalizer runs first.
-        weakref.finalize(memory.untyped_storage(), self._forget, runtime, regions)
+        weakref.finalize(memory.untyped_storage(), self._forget, registrar, regions)
         if code and not self._told:
             self._told = True
             _logger.warning(
-                "only %s of %s of host memory could be pinned (CUDA error %d), so copies of the "
+                "only %s of %s of host memory could be pinned (%s error %d), so copies of the "
                 "rest take longer than predicted; raise the limit of locked memory (ulimit -l "
                 "unlimited, in a container --ulimit memlock=-1), or give WSL2 more memory",
                 format_bytes(pinned),
                 format_bytes(memory.numel()),
+                vendor.title,
                 code,
             )
         return pinned
@@ -110,8 +110,8 @@ class Pins:
                 at, index = stop, index + 1
         return found or [Part(0, end - begin, staged=False)]
 
-    def _forget(self, runtime: Any, regions: Sequence[_Region]) -> None:
-        _unregister(runtime, [region for region in regions if region.pinned])
+    def _forget(self, registrar: Registrar | None, regions: Sequence[_Region]) -> None:
+        _unregister(registrar, [region for region in regions if region.pinned])
         with self._lock:
             for region in regions:
                 del self._regions[region.start]
@@ -121,67 +121,61 @@ class Pins:
 PINS = Pins()
 
 
-def _register(runtime: Any, start: int, stop: int) -> tuple[list[_Region], int]:
-    """Pin chunk by chunk until one fails; return those that are pinned, and CUDA's error or 0."""
+def _register(registrar: Registrar, start: int, stop: int) -> tuple[list[_Region], int]:
+    """Pin chunk by chunk until one fails; return those that are pinned, and its error or 0."""
     regions: list[_Region] = []
     for at in range(start, stop, CHUNK_BYTES):
         n_bytes = min(CHUNK_BYTES, stop - at)
-        code = int(runtime.cudaHostRegister(at, n_bytes, _PORTABLE))
-        if code:
-            _clear_error()
+        if code := registrar.register(at, n_bytes):
             return regions, code
         regions.append(_Region(at, at + n_bytes))
     return regions, 0
 
 
-def _unregister(runtime: Any, regions: Iterable[_Region]) -> None:
+def _unregister(registrar: Registrar | None, regions: Iterable[_Region]) -> None:
     for region in regions:
-        runtime.cudaHostUnregister(region.start)
+        assert registrar is not None, "it has pinned them"
+        registrar.unregister(region.start)
 
 
-def _clear_error() -> None:
-    """Have CUDA forget the last error, which the next kernel's launch would take for its own.
-
-    PyTorch's binding has no cudaGetLastError, but asks it after each launch, and raises.
-    """
-    with contextlib.suppress(RuntimeError):
-        torch.cuda._sleep(0)
-
-
-def pinnable_bytes(most_bytes: int) -> int:
+def pinnable_bytes(vendor: Vendor, most_bytes: int) -> int:
     """Return how much more memory can be pinned on this machine; all of it is given back.
 
-    Tries pieces that grow from one chunk, each on top of the ones before. Starts CUDA.
+    Tries pieces that grow from one chunk, each on top of the ones before. Starts the driver.
 
     Args:
+        vendor: Whose GPUs it is pinned for, in place.
         most_bytes: As much is tried at most.
     """
     held: list[Tensor] = []
     regions: list[_Region] = []
     n_bytes, found, code = CHUNK_BYTES, 0, 0
-    runtime = torch.cuda.cudart()
+    registrar = vendor.registrar()
     try:
         while not code and found < most_bytes:
             memory = aligned_empty(min(n_bytes, most_bytes - found))
             held.append(memory)
-            more, code = _register(runtime, memory.data_ptr(), memory.data_ptr() + memory.numel())
+            start = memory.data_ptr()
+            more, code = _register(registrar, start, start + memory.numel())
             regions += more
             found += sum(region.stop - region.start for region in more)
             n_bytes *= 2
     finally:
-        _unregister(runtime, regions)
+        _unregister(registrar, regions)
     return found
 
 
 class StagingRing:
     """Pinned buffers through which one stream copies host memory that is not pinned.
 
-    Used by the stream's thread only, with the CUDA stream current. While a buffer is on its way
+    Used by the stream's thread only, with the GPU's stream current. While a buffer is on its way
     over the link, the processor fills or empties the next.
     """
 
-    def __init__(self) -> None:
-        self._buffers: list[tuple[Tensor, torch.cuda.Event]] | None = None
+    def __init__(self, vendor: Vendor) -> None:
+        self._vendor = vendor
+        self._buffers: list[tuple[Tensor, Any]] | None = None
+        """Each with an event: it is free again after that."""
 
     def copy_in(self, target: Tensor, source: Tensor) -> None:
         """Copy from the host; returns when the source has been read.
@@ -194,7 +188,9 @@ class StagingRing:
             target.copy_(source, non_blocking=True)  # waits for what came before, and for itself
             return
         # What is to be read may be on its way from a device, in a copy that this stream follows.
-        _finish_here()
+        event = self._vendor.event()
+        event.record()
+        event.synchronize()
         pieces = zip(target.split(RING_BYTES), source.split(RING_BYTES), strict=True)
         for (to, of), (buffer, event) in zip(pieces, itertools.cycle(buffers), strict=False):
             event.synchronize()  # the buffer is free again
@@ -212,7 +208,7 @@ class StagingRing:
         if not (buffers := self._made()):
             target.copy_(source, non_blocking=True)  # waits, as for any ordinary memory
             return
-        leaving: deque[tuple[Tensor, Tensor, torch.cuda.Event]] = deque()
+        leaving: deque[tuple[Tensor, Tensor, Any]] = deque()
         pieces = zip(target.split(RING_BYTES), source.split(RING_BYTES), strict=True)
         for (to, of), (buffer, event) in zip(pieces, itertools.cycle(buffers), strict=False):
             if len(leaving) == len(buffers):
@@ -224,24 +220,21 @@ class StagingRing:
         while leaving:
             _land(*leaving.popleft())
 
-    def _made(self) -> list[tuple[Tensor, torch.cuda.Event]]:
+    def _made(self) -> list[tuple[Tensor, Any]]:
         if self._buffers is None:
-            memory = aligned_empty(_RING_BUFFERS * RING_BYTES)
-            pinned = PINS.pin(memory) == memory.numel()
-            self._buffers = [
-                (buffer, torch.cuda.Event(blocking=True))
-                for buffer in (memory.split(RING_BYTES) if pinned else ())
-            ]
+            memory = self._pinned()
+            buffers = () if memory is None else memory.split(RING_BYTES)
+            self._buffers = [(buffer, self._vendor.event()) for buffer in buffers]
         return self._buffers
 
+    def _pinned(self) -> Tensor | None:
+        n_bytes = _RING_BUFFERS * RING_BYTES
+        if not self._vendor.registers:
+            return self._vendor.pinned_empty(n_bytes)
+        memory = aligned_empty(n_bytes)
+        return memory if PINS.pin(memory, self._vendor) == memory.numel() else None
 
-def _land(target: Tensor, buffer: Tensor, event: torch.cuda.Event) -> None:
+
+def _land(target: Tensor, buffer: Tensor, event: Any) -> None:
     event.synchronize()
     target.copy_(buffer)
-
-
-def _finish_here() -> None:
-    """Wait for the current stream, without keeping a core busy."""
-    event = torch.cuda.Event(blocking=True)
-    event.record()
-    event.synchronize()

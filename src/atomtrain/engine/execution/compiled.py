@@ -39,7 +39,7 @@ from atomtrain.analysis.costs.storages import StorageTracker, is_dense
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.analysis.layers.front import OwnCode
 from atomtrain.engine.devices.device import Device
-from atomtrain.engine.devices.gpus import capability
+from atomtrain.engine.devices.gpus import vendor_of
 from atomtrain.engine.execution.saved_script import in_other_mode
 from atomtrain.errors import ConfigError, reason_of
 from atomtrain.files import default_cache
@@ -134,8 +134,6 @@ TRACING = threading.Lock()
 """Held while something is compiled, and while optimizers of engines that compile run: compiling
 switches flags of the whole process, by which optimizers choose their arithmetic."""
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-_LEAST_CAPABILITY = (7, 0)
-"""Of GPUs for which Triton compiles (Volta, 2017)."""
 _logger = logging.getLogger(__name__)
 Template = Callable[[dict[str, Tensor], tuple[Any, ...]], Any]
 
@@ -208,12 +206,10 @@ def _require_triton(device: Device) -> None:
             "compiling for a GPU needs Triton, which this torch has not brought along; "
             "pip install triton, or leave compile out"
         )
-    found = capability(device.torch_device)
-    if found is not None and found < _LEAST_CAPABILITY:
-        raise ConfigError(
-            f"{device.name} has compute capability {found[0]}.{found[1]}, and compiling takes "
-            f"{_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]}; leave compile out"
-        )
+    vendor = vendor_of(device.torch_device)
+    why = vendor and vendor.why_not_compiled(device.torch_device)
+    if why:
+        raise ConfigError(f"{device.name} {why}; leave compile out")
 
 
 def compiled(

@@ -8,7 +8,6 @@ of which there is no such kind.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,14 +16,11 @@ from typing import Any
 import torch
 import torch.utils.deterministic  # not loaded by torch itself
 
-from atomtrain.engine.devices.gpus import gpus, on_rocm
+from atomtrain.engine.devices.gpus import vendor_here
 from atomtrain.errors import ConfigError
 
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _FILLING: Any = torch.utils.deterministic
 """Its flag is a property of the module, which type checkers do not see."""
-_FIXED_WORKSPACES = (":4096:8", ":16:8")
-"""With these cuBLAS adds in the same order on each stream (its documentation, section 2.1.4)."""
 
 
 class _Switch:
@@ -67,15 +63,10 @@ def deterministic() -> Iterator[None]:
     """Choose algorithms that give the same bits in each run; blocks may overlap in any order.
 
     Raises:
-        ConfigError: the environment has another workspace for cuBLAS, which PyTorch would refuse.
+        ConfigError: by the environment a GPU's libraries add in any order.
     """
-    workspace = os.environ.get(WORKSPACE, _FIXED_WORKSPACES[0])
-    # On AMD's GPUs PyTorch tells rocBLAS itself.
-    if workspace not in _FIXED_WORKSPACES and gpus() and not on_rocm():
-        raise ConfigError(
-            f"{WORKSPACE}={workspace} lets cuBLAS add in any order, which --deterministic "
-            f"forbids; unset it, or set it to {' or '.join(_FIXED_WORKSPACES)}"
-        )
+    if (vendor := vendor_here()) is not None:
+        vendor.require_deterministic()
     _SWITCH.take()
     try:
         yield

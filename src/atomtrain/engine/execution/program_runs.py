@@ -13,6 +13,7 @@ from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.costs.storages import View, seen_as, view_of
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.analysis.layers.graph_layer import GraphLayer
+from atomtrain.engine.devices.gpus import attention_kernels
 from atomtrain.engine.execution.offload import Offload, Parcel, SentStorage
 from atomtrain.engine.execution.programs import LayerProgram, Like, like, program_of
 from atomtrain.engine.state.gradients import Collector
@@ -25,14 +26,7 @@ _LOG = logging.getLogger(__name__)
 
 def _switches() -> tuple[bool, ...]:
     """Return what of the process decides which operations a layer becomes."""
-    attention = torch.backends.cuda  # on a processor too
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        attention.flash_sdp_enabled(),
-        attention.mem_efficient_sdp_enabled(),
-        attention.math_sdp_enabled(),
-        attention.cudnn_sdp_enabled(),
-    )
+    return (torch.are_deterministic_algorithms_enabled(), *attention_kernels())
 
 
 class Known(NamedTuple):

@@ -97,9 +97,9 @@ class TrainOptions:
     )
     device: str = option(
         "auto",
-        "auto, cpu (the host itself, nothing is copied), cuda, cuda:NUMBER, emulated or "
-        "emulated:LINK such as emulated:4GiB/s; several with commas between them, such as "
-        "cuda:0,cuda:1, divide the micro-batches of each step.",
+        "auto, cpu (the host itself, nothing is copied), cuda, cuda:NUMBER, xpu, "
+        "xpu:NUMBER, emulated or emulated:LINK such as emulated:4GiB/s; several with commas "
+        "between them, such as cuda:0,cuda:1, divide the micro-batches of each step.",
         "DEVICE",
     )
     device_memory: str | None = option(

@@ -34,7 +34,7 @@ from atomtrain.training.setup.texts import Text
 from atomtrain.units import format_bytes, format_count, parse_bytes
 
 _SMALL_BUDGETS = {"demo": ("40MiB", "144MiB"), "tiny": ("8MiB", "112MiB")}
-"""Default budgets that make small models larger than their device: emulated, and CUDA, whose
+"""Default budgets that make small models larger than their device: emulated, and a GPU, whose
 libraries take a workspace of their own."""
 _MOST_TOKENS_A_MICRO_BATCH = 4096
 _PIECES = (2, 4, 8, 16, 32, 64)

@@ -84,14 +84,15 @@ def _versions() -> Iterator[Finding]:
 
 
 def _device() -> Iterator[Finding]:
-    from atomtrain.engine.devices.gpus import driver_is_there, gpus, listing, memory_of, why_none
+    from atomtrain.engine.devices.gpus import driver_is_there, vendor_here, why_none
 
-    if count := gpus():
-        for index in range(count):
-            name, free_bytes, all_bytes = memory_of(index)
+    if (vendor := vendor_here()) is not None:
+        for index in range(vendor.count()):
+            name, free_bytes, all_bytes = vendor.memory(index)
             text = f"{name}, {format_bytes(free_bytes)} of {format_bytes(all_bytes)} free"
-            fix = f"end what uses it ({listing()} lists it), or give a smaller --device-memory"
-            yield _found(f"cuda:{index}", text, fix if free_bytes < all_bytes / 2 else None)
+            end = f"end what uses it ({vendor.listing()} lists it)"
+            fix = f"{end}, or give a smaller --device-memory" if free_bytes < all_bytes / 2 else ""
+            yield _found(f"{vendor.kind}:{index}", text, fix)
     elif driver_is_there():
         what, _, fix = why_none().partition("; ")
         yield Finding("device", PROBLEM, f"no GPU can be used: {what}", fix)
@@ -113,15 +114,16 @@ def _memory() -> Iterator[Finding]:
 
 def _pinned(free_bytes: int) -> Iterator[Finding]:
     """Pin memory, which is given back: what the limit says is not always what can be had."""
-    from atomtrain.engine.devices.gpus import gpus
+    from atomtrain.engine.devices.gpus import vendor_here
 
-    if not gpus():
+    vendor = vendor_here()
+    if vendor is None or not vendor.registers:
         return
     from atomtrain.engine.devices.pinning import pinnable_bytes
 
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     tried_bytes = min(free_bytes // 2, _MOST_PINNED_BYTES)
-    pinned_bytes = pinnable_bytes(tried_bytes)
+    pinned_bytes = pinnable_bytes(vendor, tried_bytes)
     if pinned_bytes >= tried_bytes:
         yield Finding("pinned memory", OK, f"{format_bytes(pinned_bytes)} can be pinned, or more")
         return

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.engine.api import swap
-from atomtrain.engine.devices.gpus import library_bytes, names_gpu
+from atomtrain.engine.devices.gpus import library_bytes
 from atomtrain.engine.options import Options
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.units import parse_bytes
@@ -76,7 +76,7 @@ def prove(steps: int, device: str = "auto", device_memory: str | int | None = No
     resident = copy.deepcopy(swapped)
     parameters = sum(p.numel() for p in swapped.parameters())
     state_bytes = _STATE_BYTES * parameters
-    budget = state_bytes // 4 + (library_bytes() if names_gpu(device) else 0)
+    budget = state_bytes // 4 + library_bytes(device)
     if device_memory is not None:
         budget = parse_bytes(device_memory, "budget")
     data = _data(steps)
