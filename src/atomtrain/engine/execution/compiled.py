@@ -196,7 +196,7 @@ def require_compilable(device: Device) -> None:
     if shutil.which(compiler) is None:
         raise ConfigError(
             f"compiling for the CPU needs a C++ compiler, and there is no {compiler}; install it, "
-            "name another one in the environment variable CXX, or leave compile out"
+            "name another one in the environment variable CXX, or turn compile off"
         )
 
 
@@ -206,13 +206,13 @@ def _require_triton(device: Device) -> None:
     if not has_triton_package():
         raise ConfigError(
             "compiling for a GPU needs Triton, which this torch has not brought along; "
-            "pip install triton, or leave compile out"
+            "pip install triton, or turn compile off"
         )
     found = capability(device.torch_device)
     if found is not None and found < _LEAST_CAPABILITY:
         raise ConfigError(
             f"{device.name} has compute capability {found[0]}.{found[1]}, and compiling takes "
-            f"{_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]}; leave compile out"
+            f"{_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]}; turn compile off"
         )
 
 
@@ -285,7 +285,7 @@ def _template(layer: Layer, backend: str) -> Template:
                     raise ConfigError(
                         f"layer {layer.name!r} cannot be compiled: {why}; install the compiler or "
                         "Python's headers if they are missing (apt-get install g++ python3-dev), "
-                        "or leave compile out"
+                        "or turn compile off"
                     ) from error
 
     return template
