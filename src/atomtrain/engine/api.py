@@ -253,7 +253,9 @@ def _profiled(
         templates = compiled(chain, costs, device.torch_device)
         return taken(*with_compiled_costs(templates, costs, inputs, device), measure)
 
-    choice = choice_of(options, devices)
+    choice = choice_of(
+        options.compile, devices, deterministic=options.deterministic, profile=options.profile
+    )
     if choice is not None and choice.compiled:
         return compile_all(options.profile), choice
     plain = taken(chain, costs, options.profile)

@@ -61,6 +61,13 @@ class Compiler:
         return profiled(self.seconds, by_compiler=True)
 
 
+def chosen(devices: list[Any], **given: Any) -> CompileChoice | None:
+    options = Options(**given)
+    return choice_of(
+        options.compile, devices, deterministic=options.deterministic, profile=options.profile
+    )
+
+
 def failing(error: BaseException) -> Callable[[], Profiled]:
     def run() -> Profiled:
         raise error
@@ -69,35 +76,34 @@ def failing(error: BaseException) -> Callable[[], Profiled]:
 
 
 def test_auto_tries_on_one_gpu_and_nowhere_else(device: Any) -> None:
-    assert choice_of(Options(), [CARD]) is None
+    assert chosen([CARD]) is None
     for other in (HOST, device):
-        choice = choice_of(Options(), [other])
+        choice = chosen([other])
         assert str(choice) == "not compiled: auto compiles for GPUs only"
 
 
 @pytest.mark.parametrize(
     ("options", "devices", "why"),
     [
-        (Options(deterministic=True), [CARD], "deterministic"),
-        (Options(profile=False), [CARD], "profile"),
-        (Options(), [CARD, CARD], "one device"),
+        ({"deterministic": True}, [CARD], "deterministic"),
+        ({"profile": False}, [CARD], "profile"),
+        ({}, [CARD, CARD], "one device"),
     ],
 )
 def test_where_auto_leaves_layers_as_they_are(
-    options: Options, devices: list[Any], why: str
+    options: dict[str, Any], devices: list[Any], why: str
 ) -> None:
-    choice = choice_of(options, devices)
+    choice = chosen(devices, **options)
     assert choice is not None
     assert not choice.compiled
     assert why in choice.why
-    explicit = dataclasses.replace(options, compile=True)
-    assert choice_of(explicit, devices) == CompileChoice(True, "as chosen")
+    assert chosen(devices, compile=True, **options) == CompileChoice(True, "as chosen")
 
 
 @pytest.mark.parametrize("device", [CARD, HOST])
 @pytest.mark.parametrize("wanted", [True, False])
 def test_what_is_said_counts_on_any_device(device: Any, wanted: bool) -> None:
-    assert choice_of(Options(compile=wanted), [device]) == CompileChoice(wanted, "as chosen")
+    assert chosen([device], compile=wanted) == CompileChoice(wanted, "as chosen")
 
 
 @pytest.mark.parametrize("given", ["on", 1, None, "always"])

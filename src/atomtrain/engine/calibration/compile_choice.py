@@ -14,7 +14,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.costs.profile import LayerTime
@@ -28,7 +28,6 @@ from atomtrain.engine.calibration.profile_cache import (
 from atomtrain.engine.calibration.profiling import Profile
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.execution.compiled import CompiledLayer
-from atomtrain.engine.options import Options
 from atomtrain.errors import AtomError, reason_of
 from atomtrain.progress import Progress
 
@@ -58,17 +57,30 @@ class Profiled(NamedTuple):
     profile: Profile
 
 
-def choice_of(options: Options, devices: Sequence[Device]) -> CompileChoice | None:
-    """Return what is chosen without a measurement; `None`: `auto` is to try both ways."""
-    if options.compile != "auto":
-        return CompileChoice(options.compile, "as chosen")
+def choice_of(
+    wanted: bool | Literal["auto"],
+    devices: Sequence[Device],
+    *,
+    deterministic: bool,
+    profile: bool | Literal["again"],
+) -> CompileChoice | None:
+    """Return what is chosen without a measurement; `None`: `auto` is to try both ways.
+
+    Args:
+        wanted: Whether to compile.
+        devices: That train.
+        deterministic: Whether each run shall have the same bits.
+        profile: Whether there is one.
+    """
+    if wanted != "auto":
+        return CompileChoice(wanted, "as chosen")
     if devices[0].torch_device.type not in TRIED_ON:
         return CompileChoice(False, "auto compiles for GPUs only")
     if len(devices) > 1:
         return CompileChoice(False, "compiled layers run on one device")
-    if options.deterministic:
+    if deterministic:
         return CompileChoice(False, "auto leaves layers as they are in deterministic runs")
-    if not options.profile:
+    if not profile:
         return CompileChoice(False, "auto compiles by what a profile shows, and none is made")
     return None
 
