@@ -95,3 +95,18 @@ def test_a_resumed_run_goes_on_as_it_was(
     assert train("mine", "--resume", f"--compile={said}").endswith("compiled: as chosen")
     assert not same(shards("mine"), straight)
     assert newest("mine").meta["compiling"]["compiled"] is not taken
+
+
+def test_a_compiled_run_is_not_changed_where_nothing_can_be_compiled(
+    times: CompileTimes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times.speed_ratio = 1.25
+    assert train("mine").startswith("compiled")
+    capsys.readouterr()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    more = ["--run", "mine", "--resume", "--steps", "6"]
+    assert main(["train", *COMMON, *more]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "there is no no-such-compiler" in line
+    assert line.endswith("or turn compile off")
+    assert train("mine", *more[2:], "--compile", "off") == "not compiled: as chosen"

@@ -286,7 +286,8 @@ def _compiling(
 ) -> bool | Literal["auto"]:
     """Return whether layers are compiled: a resumed run does as before, for the same bits.
 
-    On other devices it has others anyway, and chooses anew.
+    On other devices it has others anyway, and chooses anew. Where its layers cannot be compiled any
+    more, it is refused, not changed.
     """
     if options.compile != "auto" or source.checkpoint is None:
         return options.compile
