@@ -9,6 +9,7 @@ fields.
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ Check = Callable[[str, Any], object]
 """Is called with the flag and a value that was given; raises a `ConfigError` if it cannot be."""
 MOST_COUNT, MOST_TOKENS = 2**31 - 1, 2**53
 NAME_MAX = 64
+TRUTHS = {"on": True, "off": False, "true": True, "false": False, "yes": True, "no": False}
+"""Words for a setting that is on or off."""
 
 
 def option(
@@ -68,6 +71,17 @@ def chosen(given: Any, owner: type[Any]) -> dict[str, Any]:
     """Return what a user chose of an owner's settings, by the owner's names."""
     asked_for = {theirs: getattr(given, ours) for ours, theirs in asked_of(given, owner)}
     return {name: value for name, value in asked_for.items() if value is not None}
+
+
+def words_of(hint: Any) -> dict[str, Any]:
+    """Return what the words mean of which a setting takes one that is on, off or something else.
+
+    Args:
+        hint: The field's type, such as `bool | Literal["auto"]`; of any other the result is empty.
+    """
+    kinds = typing.get_args(hint)
+    names = [n for kind in kinds if kind is not bool for n in typing.get_args(kind)]
+    return {**{name: name for name in names}, **TRUTHS} if bool in kinds and names else {}
 
 
 def flag_of(name: str) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 import atomtrain
 from atomtrain.analysis import chain_of
 from atomtrain.analysis.costs.costs import layer_costs
+from atomtrain.engine.calibration import compile_choice
 from atomtrain.engine.calibration.machines import Overhead
 from atomtrain.engine.calibration.profiling import measured_times, profiled_machine
 from atomtrain.engine.devices import gpus as gpus_module
@@ -30,7 +31,7 @@ from atomtrain.engine.devices.host_memory import aligned_empty
 from atomtrain.engine.devices.streams import Inject
 from atomtrain.engine.devices.xpu import Xpu
 from atomtrain.engine.updates.optimizer import OptimizerFactory
-from atomtrain.errors import DeviceMemoryError, PlanError
+from atomtrain.errors import ConfigError, DeviceMemoryError, PlanError
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import SGD, AdamW, Muon
 from atomtrain.planning.plan.shape import Activation
@@ -150,6 +151,20 @@ def test_a_first_layer_that_only_looks_up_on_the_host(
     ]
     assert [engine.plan.host_layers for _, engine in found] == [0, 1]
     assert_equal(found[0][0], found[1][0])
+
+
+def test_without_triton_auto_leaves_layers_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compile_choice, "TRIED_ON", frozenset({"cuda"}))
+    monkeypatch.setattr("torch.utils._triton.has_triton_package", lambda: False)
+    expected, _ = trained(compile=False)
+    found, engine = trained(compile="auto")
+    assert_equal(found, expected)
+    assert str(engine.compiling).startswith("not compiled: compiling for a GPU needs Triton")
+    assert [record.getMessage() for record in caplog.records] == [str(engine.compiling)]
+    with pytest.raises(ConfigError, match="needs Triton"):
+        trained(compile=True)
 
 
 def test_two_gpus_share_a_step() -> None:

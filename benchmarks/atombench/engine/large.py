@@ -112,6 +112,7 @@ def run(options: BenchmarkOptions, setup: LargeSetup | None = None) -> Result:
             clip_norm=1.0,
             head_pieces="auto",
             precision=precision_of(setup.precision),
+            compile=False,  # `scripts/first-hour` shows what that gains
         ),
     ) as engine:
         progress(engine.plan.describe())

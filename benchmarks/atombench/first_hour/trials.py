@@ -74,6 +74,7 @@ def _trained(order: PartOrder, make: Callable[[Size], nn.Module]) -> _Run:
             clip_norm=1.0,
             precision=precision_of("bf16"),
             optimizer_on_device=False,
+            compile=False,
         ),
     ) as engine:
         losses, allocated, reserved, retries = [], 0, 0, 0

@@ -166,8 +166,9 @@ def open_atom(
                 optimizer=make or _adamw,
                 device=order.device,
                 device_memory=order.device_memory,
+                # As the others do.
                 options=atomtrain.Options(
-                    micro_batches=order.micro_batches, **options, **order.settings
+                    micro_batches=order.micro_batches, compile=False, **options, **order.settings
                 ),
             )
 

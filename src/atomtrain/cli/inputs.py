@@ -14,7 +14,7 @@ from typing import Any
 
 from atomtrain.cli.parsing import complain, parse
 from atomtrain.errors import ConfigError, nearest
-from atomtrain.settings import check_counts, option
+from atomtrain.settings import check_counts, option, words_of
 from atomtrain.training.config.imported import imported
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe_files import recipe_text
@@ -173,6 +173,10 @@ def _property(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     if typing.get_origin(hint) is tuple:
         item = {"type": _type(typing.get_args(hint)[0])}
         return {**about, "anyOf": [item, {"type": "array", "items": item}, {"type": "null"}]}
+    if words := words_of(hint):
+        # To an editor `on` is a text; `true` is none.
+        about["enum"] = [True, False, *(w for w in words if w not in ("true", "false")), None]
+        return {**about, "default": field.default}
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     about["type"] = [*(_type(kind) for kind in kinds if kind is not types.NoneType), "null"]
     if field.default is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from atomtrain.errors import CheckpointError, ConfigError, nearest
+from atomtrain.settings import words_of
 
 Options = TypeVar("Options")
 COMPLAINT = "atom: "
@@ -25,6 +27,7 @@ _OURS = (
     ("^the following arguments are required: (.*)", r"\1 is missing"),
     ("^argument (.*): expected one argument$", r"\1 needs a value"),
     ("^argument (.*): ignored explicit argument (.*)", r"\1 takes no value, \2 neither"),
+    ("^argument ([^:]*): takes ", r"\1 takes "),
     ("^argument (.*): invalid int value: (.*)", r"\1 takes a whole number, not \2"),
     ("^argument (.*): invalid float value: (.*)", r"\1 takes a number, not \2"),
 )
@@ -106,11 +109,29 @@ def given_options(
         ConfigError: a mistake in the command line.
     """
     hints = typing.get_type_hints(kind)
-    given = vars(parser.parse_args(list(arguments)))
+    given = vars(parser.parse_args(_on_where_alone(kind, hints, arguments)))
     for name, value in given.items():
         if typing.get_origin(hints.get(name)) is tuple:
             given[name] = tuple(value)
     return given
+
+
+def _on_where_alone(
+    kind: type[Any], hints: Mapping[str, Any], arguments: Sequence[str]
+) -> list[str]:
+    """Return the arguments, in which a switch that stands alone is `on`.
+
+    Else argparse would take what follows for its value, a recipe's name too.
+    """
+    words = {_flag(field): words_of(hints[field.name]) for field in dataclasses.fields(kind)}
+    return [
+        f"{given}=on" if words.get(given) and following.lower() not in words[given] else given
+        for given, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="")
+    ]
+
+
+def _flag(field: dataclasses.Field[Any]) -> str:
+    return "--" + (field.metadata.get("flag") or field.name.replace("_", "-"))
 
 
 def _add(
@@ -123,6 +144,8 @@ def _add(
     else:
         settings["metavar"] = field.metadata["metavar"] or None
         settings["type"] = _converter(hint)
+    if words_of(hint):
+        settings.update(nargs="?", const=True)
     if typing.get_origin(hint) is tuple:
         settings.update({"nargs": "+"} if positional else {"action": "append"})
     if positional:
@@ -132,7 +155,7 @@ def _add(
         settings["required"] = True
     if field.default not in (None, False, (), "", dataclasses.MISSING):
         settings["help"] += f" Default: {field.default}."
-    flag = "--" + (field.metadata.get("flag") or field.name.replace("_", "-"))
+    flag = _flag(field)
     parser.add_argument(flag, dest=field.name, **settings)
     if hint is bool:
         # What a recipe file turns on, the command line can turn off.
@@ -144,11 +167,19 @@ def _add(
 
 def _converter(hint: Any) -> Any:
     """Return what turns text into the field's type."""
+    if words := words_of(hint):
+        return lambda text: _word(words, text)
     if isinstance(hint, types.UnionType):
         return next(member for member in typing.get_args(hint) if member is not types.NoneType)
     if typing.get_origin(hint) is tuple:
         return typing.get_args(hint)[0]
     return hint
+
+
+def _word(words: Mapping[str, Any], text: str) -> Any:
+    if text.lower() not in words:
+        raise argparse.ArgumentTypeError(f"takes {', '.join(words)}, not {text!r}")
+    return words[text.lower()]
 
 
 def check_checkpoint(path: Path) -> None:

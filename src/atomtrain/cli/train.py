@@ -240,7 +240,7 @@ def arguments_of(options: TrainOptions) -> list[str]:
             continue
         flag = flag_of(field.name)
         if isinstance(value, bool):
-            arguments.append(flag)
+            arguments.append(flag if value else f"{flag}=false")
             continue
         for item in value if isinstance(value, tuple) else (value,):
             arguments.append(f"{flag}={item.absolute() if isinstance(item, Path) else item}")

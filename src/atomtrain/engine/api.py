@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
-from atomtrain.analysis.costs.costs import layer_costs
+from atomtrain.analysis.costs.costs import ChainCosts, layer_costs
 from atomtrain.analysis.head.head import split_head, split_head_as_needed
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.analysis.layers.checking import check_chain
 from atomtrain.analysis.layers.trace import Loss, MicroBatch, Traced, chain_of
+from atomtrain.engine.calibration.compile_choice import (
+    CompileChoice,
+    Profiled,
+    choice_of,
+    faster_of,
+)
 from atomtrain.engine.calibration.compiled_costs import with_compiled_costs
 from atomtrain.engine.calibration.disk_profile import disk_rates
 from atomtrain.engine.calibration.machines import Overhead, emulated_overhead
@@ -173,20 +179,14 @@ def _open(
                 f"with device='cpu' all layers compute on the host store itself; leave {what} out, "
                 "or choose device='emulated'"
             )
-        if options.compile:
+        if options.compile is True:
             require_compilable(opened)
         costs = layer_costs(chain, inputs, opened.torch_device)
         check_shared(chain, costs, options, devices)
         if options.head_pieces == "auto":
             chain = split_head_as_needed(chain, costs, opened.torch_device)
             costs = layer_costs(chain, inputs, opened.torch_device)
-        if options.compile:
-            chain, costs = with_compiled_costs(
-                compiled(chain, costs, opened.torch_device), costs, inputs, opened
-            )
-        profile = take_profile(
-            opened, chain, costs, inputs, measured_overhead, measure=options.profile
-        )
+        (chain, costs, profile), compiling = _profiled(chain, costs, inputs, devices, options)
         made = optimizer_of(chain, optimizer)
         machine = machine_of_all(_machine_with_disk(profile.machine, chain, options), devices)
         states = None if options.disk is None else states_of(made)
@@ -200,7 +200,7 @@ def _open(
         times, one_memory = times_of_all(profile.times, devices), opened.one_memory
         planner = Planner(
             chain, costs, times, machine, options, taken, states, one_memory, len(devices),
-            profile.crowded_share,
+            profile.crowded_share, compiling,
         )  # fmt: skip
         plan = planner.plan(share_of(options.micro_batches, len(devices)))
         layout = Layout(chain)
@@ -215,7 +215,7 @@ def _open(
             clip_norm=options.clip_norm,
             loss_scale=_loss_scale_of(options),
             placement=placement,
-            guard=TRACING if options.compile else None,
+            guard=TRACING if compiling.compiled else None,
             inject=opened.inject,
             stream_type=opened.host_stream,
         )
@@ -228,6 +228,41 @@ def _open(
         raise
     core = EngineCore(model, planner, plan, store, members, updates, shared)
     return Engine(core, traced)
+
+
+def _profiled(
+    chain: Chain,
+    costs: ChainCosts,
+    inputs: Mapping[str, Any],
+    devices: Sequence[Device],
+    options: Options,
+) -> tuple[Profiled, CompileChoice]:
+    """Return the layers, compiled if they shall be, and what is known of them.
+
+    Raises:
+        ConfigError: layers that shall be compiled cannot be.
+    """
+    device = devices[0]
+
+    def taken(chain: Chain, costs: ChainCosts, measure: bool | Literal["again"]) -> Profiled:
+        profile = take_profile(device, chain, costs, inputs, measured_overhead, measure=measure)
+        return Profiled(chain, costs, profile)
+
+    def compile_all(measure: bool | Literal["again"]) -> Profiled:
+        require_compilable(device)
+        templates = compiled(chain, costs, device.torch_device)
+        return taken(*with_compiled_costs(templates, costs, inputs, device), measure)
+
+    choice = choice_of(
+        options.compile, devices, deterministic=options.deterministic, profile=options.profile
+    )
+    if choice is not None and choice.compiled:
+        return compile_all(options.profile), choice
+    plain = taken(chain, costs, options.profile)
+    if choice is not None:
+        return plain, choice
+    # What was to be forgotten is forgotten by now.
+    return faster_of(plain, lambda: compile_all(measure=True), device)
 
 
 def _machine_with_disk(machine: Machine, chain: Chain, options: Options) -> Machine:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.analysis.layers.trace import MicroBatch, Traced
+from atomtrain.engine.calibration.compile_choice import CompileChoice
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.devices import open_device
 from atomtrain.engine.devices.streams import Record
@@ -73,6 +74,11 @@ class Engine:
     def planner(self) -> Planner:
         """What plans are made from: costs and times of the layers, rates of the machine."""
         return self._core.planner
+
+    @property
+    def compiling(self) -> CompileChoice:
+        """Whether layers run compiled, and why."""
+        return self._core.planner.compiling
 
     @property
     def device(self) -> Device:

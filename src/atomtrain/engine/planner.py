@@ -11,6 +11,7 @@ import torch
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.costs.profile import LayerTime
 from atomtrain.analysis.layers.chain import Chain
+from atomtrain.engine.calibration.compile_choice import CompileChoice
 from atomtrain.engine.calibration.machines import budget_bytes
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.processor import EmulatedDevice
@@ -47,6 +48,8 @@ class Planner:
     """How many devices share a step's micro-batches, by the same plan."""
     crowded_share: float = 0.0
     """What other programs had of the processor while machine and times were measured."""
+    compiling: CompileChoice = CompileChoice(False, "")  # noqa: RUF009 (it is never changed)
+    """Whether the chain's layers are compiled, and why."""
 
     def plan(self, micro_batches: int, on_disk: OnDisk | None = None) -> Plan:
         """Return the best plan for so many micro-batches of a step on each device.
@@ -135,8 +138,8 @@ def check_shared(
             "several devices are updated together, on the host; leave out optimizer_on_device, or "
             "use one device"
         )
-    if options.compile:
-        raise ConfigError("compiled layers run on one device; leave out compile, or use one device")
+    if options.compile is True:
+        raise ConfigError("compiled layers run on one device; turn compile off, or use one device")
 
 
 def times_of_all(

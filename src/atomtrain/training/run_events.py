@@ -24,7 +24,12 @@ from atomtrain.training.config.preflight import CHECKPOINTS
 from atomtrain.training.setup.peering import pasted_address
 from atomtrain.training.setup.setup import Session
 from atomtrain.training.setup.sources import guards_of
-from atomtrain.training.setup.state import SWARM_SHARD, loss_scale_of, shards_of
+from atomtrain.training.setup.state import (
+    SWARM_SHARD,
+    compiling_of,
+    loss_scale_of,
+    shards_of,
+)
 from atomtrain.views.plans.step import Account, write_trace
 from atomtrain.views.runs.plan_event import tell_checkpoint, tell_plan
 
@@ -68,7 +73,11 @@ def announce(session: Session, events: EventLog) -> None:
         events.emit("warning", message=session.text.skipped, skipped_rows=skipped)
     if hint := tf32_hint(engine.device, session.recipe.precision):
         events.emit("warning", message=hint)
-    tell_plan(engine, events)
+    resumed = engine.planner.options.compile != session.options.compile
+    compiling = engine.compiling
+    tell_plan(
+        engine, events, compiling._replace(why="as in the checkpoint") if resumed else compiling
+    )
 
 
 def tell_rounds(swarm: Swarm, reports: Sequence[RoundReport], events: EventLog) -> None:
@@ -205,6 +214,7 @@ def save_session(session: Session, events: EventLog) -> Path:
         "micro_batch": session.fit.micro_batch,
         "head_pieces": session.fit.head_pieces,
         "loss_scale": loss_scale_of(session.engine),
+        "compiling": compiling_of(session.engine),
         "data": list(session.text.data),
         "validation": session.text.validation,
         "model_folder": None if folder is None else str(folder.absolute()),

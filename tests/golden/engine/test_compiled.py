@@ -276,7 +276,7 @@ def test_a_compiler_that_fails_is_told_in_one_line(monkeypatch: pytest.MonkeyPat
 
     use_backend(monkeypatch, backend)
     with pytest.raises(
-        ConfigError, match=r"cannot be compiled: .*no Python\.h; .*leave compile"
+        ConfigError, match=r"cannot be compiled: .*no Python\.h; .*turn compile off"
     ) as e:
         opened(gpt(), token_batches(1)[0][0], "cpu")
     assert "\n" not in str(e.value)

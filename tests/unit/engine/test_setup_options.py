@@ -80,7 +80,7 @@ def test_a_missing_compiler_is_told_before_the_model_is_made(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     options = TrainOptions(model="tiny", device="emulated", compile=True, data=(setup.__file__,))
-    with pytest.raises(ConfigError, match="leave compile out"):
+    with pytest.raises(ConfigError, match="turn compile off"):
         setup.open_session(options)
 
 

@@ -148,6 +148,29 @@ def test_options_survive_being_written_and_read(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("true", True),
+        ("false", False),
+        ("on", True),
+        ("off", False),
+        ("Auto", "auto"),
+        ("", "auto"),
+    ],
+)
+def test_whether_to_compile(tmp_path: Path, said: str, meant: bool | str) -> None:
+    """Also as recipes said it that knew on and off only."""
+    options = options_with(read_recipe(written(tmp_path, f"compile: {said}\n")), {})
+    assert options.compile == meant
+    assert options_with(read_recipe(written(tmp_path, recipe_text(options))), {}) == options
+
+
+def test_what_does_not_say_whether_to_compile(tmp_path: Path) -> None:
+    (told,) = mistakes(written(tmp_path, "compile: sometimes\n"))
+    assert "compile must be auto, on, off, true, false, yes, no, not 'sometimes'" in told
+
+
 @pytest.mark.parametrize("name", ready_recipes())
 def test_a_ready_recipe_is_right(name: str) -> None:
     options_with(read_recipe(recipe_path(name)), {})
@@ -170,6 +193,8 @@ def test_the_schema_knows_every_option() -> None:
     assert list(properties) == names
     assert properties["steps"]["type"] == ["integer", "null"]
     assert properties["plain"]["default"] is False
+    assert properties["compile"]["enum"] == [True, False, "auto", "on", "off", "yes", "no", None]
+    assert properties["compile"]["default"] == "auto"
     json.dumps(schema(), allow_nan=False)
 
 

@@ -55,6 +55,36 @@ def told(command: PeerCommand, address: str | None) -> TrainOptions:
     return parse(TrainOptions, argv[4:], prog="atom train", about="", examples="")
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ([], "auto"), (["--compile"], True), (["--compile", "auto"], "auto"),
+        (["--compile", "on"], True), (["--compile=on"], True), (["--compile=true"], True),
+        (["--compile", "OFF"], False), (["--compile=off"], False), (["--compile=false"], False),
+        (["--torch-compile"], True), (["--torch-compile=false"], False),
+        (["--compile", "--plain"], True),
+    ],
+)  # fmt: skip
+def test_whether_to_compile_reaches_every_peer(given: list[str], meant: bool | str) -> None:
+    options = train.options_of(given)
+    assert options.compile == meant
+    assert train.options_of(train.arguments_of(options)) == options
+
+
+@pytest.mark.parametrize("given", [["--compile", "RECIPE"], ["RECIPE", "--compile"]])
+def test_a_recipe_behind_compile_is_a_recipe(given: list[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("model: tiny\ncompile: false\n")
+    options = train.options_of([str(recipe) if word == "RECIPE" else word for word in given])
+    assert (options.model, options.compile) == ("tiny", True)
+
+
+def test_what_does_not_say_whether_to_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--compile=sometimes"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--compile takes auto, on, off, true, false, yes, no, not 'sometimes'" in line
+
+
 def test_only_the_first_peer_listens_where_it_is_told_and_the_others_join_it(
     launched: list[PeerCommand], tmp_path: Path
 ) -> None:

@@ -39,14 +39,14 @@ from atomtrain.native.build import fingerprint
 from atomtrain.native.library import core
 from atomtrain.planning.plan.machine import Machine
 
-VERSION = 12
+VERSION = 13
 """Of the file's form, and of what its figures mean."""
 KEPT_S = 7 * 24 * 3600.0
 """Measurements older than this are made again: drivers, cooling and neighbours change."""
 _DOUBTED, _SETTLED = "doubted", "settled"
 """Of a profile: steps were not as predicted; it was measured anew for that reason."""
 _MOST_ENTRIES = 500
-"""Of layers, and of updates; the newest are kept."""
+"""Of layers, of updates, and of models compiled; the newest are kept."""
 _TURN_S = 60.0
 """Longest wait for another process's measurement; then this one measures for itself."""
 
@@ -130,12 +130,14 @@ class ProfileCache:
         self._machine: dict[str, Any] = {}
         self._layers: dict[str, dict[str, float]] = {}
         self._updates: dict[str, dict[str, float]] = {}
+        self._compiled: dict[str, dict[str, float]] = {}
         self._doubt = ""
         self.reload()
 
     def reload(self) -> None:
         """Read again what other processes may have written."""
         self._machine, self._layers, self._updates, self._doubt = {}, {}, {}, ""
+        self._compiled = {}
         try:
             data = json.loads(self.path.read_text(encoding="utf-8"))
             self._check(data)
@@ -149,6 +151,7 @@ class ProfileCache:
             self._machine, self._doubt = data["machine"], data.get("doubt", "")
         self._layers = {k: v for k, v in data["layers"].items() if _fresh(v, now_s)}
         self._updates = {k: v for k, v in data["updates"].items() if _fresh(v, now_s)}
+        self._compiled = {k: v for k, v in data["compiled"].items() if _fresh(v, now_s)}
 
     def machine(self, device_memory_bytes: int, host_memory_bytes: int) -> Machine | None:
         """Return the measured machine with these budgets, or `None` if it is not known."""
@@ -201,6 +204,7 @@ class ProfileCache:
 
     def forget(self, above_share: float | None = None) -> None:
         """Forget everything, or what was measured while others had more of the processor."""
+        self._compiled = {}
         if above_share is None:
             self._machine, self._layers, self._updates = {}, {}, {}
             self._doubt = _SETTLED if self.doubted else ""
@@ -223,6 +227,16 @@ class ProfileCache:
         self._updates.pop(key, None)
         self._updates[key] = {"measured_s": time.time(), "share": share}
 
+    def speed_ratio(self, key: str) -> float | None:
+        """Return by what a model computes faster if it is compiled; `None` if it is not known."""
+        entry = self._compiled.get(key)
+        return None if entry is None else entry["speed_ratio"]
+
+    def put_speed_ratio(self, key: str, ratio: float) -> None:
+        """Keep by what a model computes faster if it is compiled."""
+        self._compiled.pop(key, None)
+        self._compiled[key] = {"measured_s": time.time(), "speed_ratio": ratio}
+
     def save(self) -> None:
         """Replace the file. A folder that cannot be written to costs a warning only."""
         data = {
@@ -232,6 +246,7 @@ class ProfileCache:
             "machine": self._machine,
             "layers": _newest(self._layers),
             "updates": _newest(self._updates),
+            "compiled": _newest(self._compiled),
         }
         text = json.dumps(data, allow_nan=False)
         try:
@@ -264,7 +279,7 @@ class ProfileCache:
             raise ValueError("it is of another machine")
         if data.get("doubt", "") not in ("", _DOUBTED, _SETTLED):
             raise ValueError(f"its doubt is {data['doubt']!r}")
-        for name in ("layers", "updates"):
+        for name in ("layers", "updates", "compiled"):
             if not isinstance(data[name], dict):
                 raise ValueError(f"its {name} are no object")
         if data["machine"]:
@@ -279,6 +294,10 @@ class ProfileCache:
             _fresh(entry, 0.0)
             if not 0 < float(entry["share"]) < math.inf:
                 raise ValueError(f"the update {name} takes {entry['share']!r}")
+        for name, entry in data["compiled"].items():
+            _fresh(entry, 0.0)
+            if not 0 < float(entry["speed_ratio"]) < math.inf:
+                raise ValueError(f"the model {name} is {entry['speed_ratio']!r} times as fast")
 
 
 def _time_of(entry: Mapping[str, Any]) -> LayerTime:

@@ -194,7 +194,7 @@ def require_compilable(device: Device) -> None:
     if shutil.which(compiler) is None:
         raise ConfigError(
             f"compiling for the CPU needs a C++ compiler, and there is no {compiler}; install it, "
-            "name another one in the environment variable CXX, or leave compile out"
+            "name another one in the environment variable CXX, or turn compile off"
         )
 
 
@@ -204,12 +204,12 @@ def _require_triton(device: Device) -> None:
     if not has_triton_package():
         raise ConfigError(
             "compiling for a GPU needs Triton, which this torch has not brought along; "
-            "pip install triton, or leave compile out"
+            "pip install triton, or turn compile off"
         )
     vendor = vendor_of(device.torch_device)
     why = vendor and vendor.why_not_compiled(device.torch_device)
     if why:
-        raise ConfigError(f"{device.name} {why}; leave compile out")
+        raise ConfigError(f"{device.name} {why}; turn compile off")
 
 
 def compiled(
@@ -281,7 +281,7 @@ def _template(layer: Layer, backend: str) -> Template:
                     raise ConfigError(
                         f"layer {layer.name!r} cannot be compiled: {why}; install the compiler or "
                         "Python's headers if they are missing (apt-get install g++ python3-dev), "
-                        "or leave compile out"
+                        "or turn compile off"
                     ) from error
 
     return template

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError
@@ -218,7 +219,7 @@ class TrainOptions:
         "it is less busy than it was then.",
         "",
     )
-    compile: bool = asked(Options, "compile", False)
+    compile: bool | Literal["auto"] = asked(Options, "compile", "auto")
     deterministic: bool = asked(Options, "deterministic", False)
     trace: Path | None = option(
         None,

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atomtrain.errors import ConfigError, RecipeFileError, nearest
+from atomtrain.settings import TRUTHS, words_of
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.other_names import ADVICE, KINDS, translated
 
 READY_FOLDER = Path(__file__).parents[2] / "recipes"
 SUFFIXES = (".yaml", ".yml")
-_TRUTHS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 _MOST_BYTES = 1 << 20
 _GONE = "delay_updates"
@@ -201,7 +201,7 @@ def _value(key: str, node: Any, hint: Any) -> Any:
         return tuple(_scalar(key, item, kind) for item in items if not _is_null(item))
     if _is_null(node):
         return None
-    if isinstance(hint, types.UnionType):
+    if isinstance(hint, types.UnionType) and not words_of(hint):
         hint = next(kind for kind in typing.get_args(hint) if kind is not types.NoneType)
     return _scalar(key, node, hint)
 
@@ -221,13 +221,16 @@ def _is_null(node: Any) -> bool:
 def _scalar(key: str, node: Any, kind: type) -> Any:
     if node.id != "scalar":
         raise ConfigError(f"{key} takes one value, not a {node.id}")
-    text = node.value.strip()
+    text, words = node.value.strip(), words_of(kind)
     try:
         if kind is bool:
-            return _TRUTHS[text.lower()]
+            return TRUTHS[text.lower()]
+        if words:
+            return words[text.lower()]
         return kind(text)
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"{key} must be {_NAMES.get(kind, 'a text')}, not {text!r}") from error
+        wanted = ", ".join(words) or _NAMES.get(kind, "a text")
+        raise ConfigError(f"{key} must be {wanted}, not {text!r}") from error
 
 
 def _about(message: str, values: Mapping[str, Any]) -> str | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -66,7 +67,7 @@ from atomtrain.training.setup.peering import (
 )
 from atomtrain.training.setup.references import with_references
 from atomtrain.training.setup.sources import Source, averages_gradients, find_source
-from atomtrain.training.setup.state import restore, saved_swarm
+from atomtrain.training.setup.state import compiled_before, restore, saved_swarm
 from atomtrain.training.setup.texts import Text, own_text
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def _assemble(
     check_host_memory(outline, recipe, options)
     devices = open_devices(options.device, memory)
     try:
-        if options.compile:
+        if (compiling := _compiling(options, source, devices)) is True:
             require_compilable(devices[0])
         for device in devices:
             require_native(device, recipe.precision)
@@ -187,8 +188,9 @@ def _assemble(
         raise
     example = example_of(recipe, fit.micro_batch, objective, text)
     engine = _open_engine(
-        model, example, recipe, devices, fit, objective, options, gradients=gradients
-    )
+        model, example, recipe, devices, fit, objective,
+        dataclasses.replace(options, compile=compiling), gradients=gradients,
+    )  # fmt: skip
     engine.recording = options.trace is not None
     try:
         fragments = GradientFragments(engine) if gradients else _fragments(engine, source)
@@ -277,6 +279,19 @@ def _fit(
         check_micro_batch(options.micro_batch, source.recipe)
     found = find_fit(outline, source.recipe, devices, objective, source.text, options.micro_batch)
     return found._replace(head_pieces=options.head_pieces or found.head_pieces)
+
+
+def _compiling(
+    options: TrainOptions, source: Source, devices: Sequence[Device]
+) -> bool | Literal["auto"]:
+    """Return whether layers are compiled: a resumed run does as before, for the same bits.
+
+    On other devices it has others anyway, and chooses anew. Where its layers cannot be compiled any
+    more, it is refused, not changed.
+    """
+    if options.compile != "auto" or source.checkpoint is None:
+        return options.compile
+    return compiled_before(source.checkpoint, devices)
 
 
 def _fragments(engine: Engine, source: Source) -> EngineFragments:

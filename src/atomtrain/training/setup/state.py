@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from atomtrain.checkpoint import Checkpoint, open_checkpoint
 from atomtrain.data.tokenizer import Tokenizer, read_tokenizer
+from atomtrain.engine.devices.device import Device
 from atomtrain.engine.engine import Engine
 from atomtrain.errors import CheckpointError
 from atomtrain.models import make_empty
@@ -63,6 +64,31 @@ def shards_of(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
 def loss_scale_of(engine: Engine) -> dict[str, Any] | None:
     """Return what a checkpoint keeps of the loss scale, `None` if losses are not scaled."""
     return None if engine.loss_scale is None else engine.loss_scale.state()
+
+
+def compiling_of(engine: Engine) -> dict[str, Any]:
+    """Return what a checkpoint keeps of whether layers are compiled."""
+    return {"compiled": engine.compiling.compiled, "devices": _kind_of(engine.devices)}
+
+
+def compiled_before(checkpoint: Checkpoint, devices: Sequence[Device]) -> bool | Literal["auto"]:
+    """Return whether a checkpoint's layers were compiled; `"auto"` if it was of other devices.
+
+    Raises:
+        CheckpointError: it does not say so as `compiling_of` does.
+    """
+    kept = checkpoint.meta.get("compiling", {})
+    compiled = kept.get("compiled", False) if isinstance(kept, dict) else None
+    if not isinstance(compiled, bool):
+        raise CheckpointError(
+            f"{checkpoint.path} does not say whether its layers were compiled; it was not written "
+            "by 'atom train'"
+        )
+    return compiled if kept.get("devices") == _kind_of(devices) else "auto"
+
+
+def _kind_of(devices: Sequence[Device]) -> str:
+    return f"{len(devices)} x {devices[0].torch_device.type}"
 
 
 def restore(engine: Engine, checkpoint: Checkpoint) -> None:

@@ -107,6 +107,7 @@ def _plan(session: Session) -> list[tuple[str, str]]:
             f"{format_bytes(plan.device_memory_bytes)}, {counted(plan.segments, 'segment')}",
         ),
         ("host", format_bytes(plan.host_bytes)),
+        ("layers", str(session.engine.compiling)),
         (
             "speed",
             f"{format_seconds(plan.step_s)} a step, "

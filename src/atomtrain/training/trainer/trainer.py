@@ -280,6 +280,7 @@ class Trainer:
             clip_norm=args.clip_norm,
             precision=precision_of(args.precision),
             profile=args.profile,
+            compile=False,  # the engine is open before it is known what a checkpoint says of it
         )
         return self._swap(self.model, self._batches(0)[0], options=options)
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from atomtrain.engine.calibration.compile_choice import CompileChoice
 from atomtrain.engine.calibration.profile_cache import StepTimes, doubt_profile, is_off
 from atomtrain.engine.calibration.profiling import crowding_warning
 from atomtrain.engine.engine import Engine
@@ -18,17 +19,21 @@ _MOST_SPANS = 5000
 """Beyond them a step's spans are no picture any more, and too long a line."""
 
 
-def tell_plan(engine: Engine, events: EventLog) -> None:
-    """Tell an engine's plan, and what makes its predictions doubtful."""
-    plan = engine.plan
+def tell_plan(engine: Engine, events: EventLog, compiling: CompileChoice | None = None) -> None:
+    """Tell an engine's plan, and what makes its predictions doubtful.
+
+    `compiling` is what to say of its layers; `None`: what the engine says.
+    """
+    plan, compiling = engine.plan, compiling or engine.compiling
     events.emit(
         "plan",
-        text=plan.describe(),
+        text=f"{plan.describe()}\nlayers     {compiling}",
         segments=plan.segments,
         predicted_step_s=plan.step_s,
         predicted_device_peak_bytes=plan.device_peak_bytes,
         host_bytes=plan.host_bytes,
         bound=plan.bound,
+        compiled=compiling.compiled,
         memory=[region.to_json() for region in engine.memory_map()],
     )
     if warning := crowding_warning(engine.planner.crowded_share):
