@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Protocol, TypeVar
 
 from atomtrain.errors import SwarmError
@@ -397,6 +397,13 @@ class Transport(Protocol):
         """Say whether a peer answers in time who dials this address anew.
 
         Connections that there are do not count.
+        """
+        ...
+
+    async def refused(self, addresses: Collection[str]) -> bool:
+        """Say whether a machine answers at each of these addresses that nobody listens there.
+
+        There is at least one. The caller has a deadline: what answers nothing refuses nothing.
         """
         ...
 
