@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import random
 import struct
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +26,14 @@ from atomtrain.swarm.transport.identity import Identity
 from atomtrain.swarm.transport.messages import (
     MESSAGE_BYTES_MAX,
     AskAnchor,
+    AskKnown,
     AskManifest,
     AskStatus,
     BadMessage,
     Contribution,
     HoldOn,
     Invite,
+    Message,
     Ping,
     Propose,
     Proposed,
@@ -179,6 +182,21 @@ def withhold(swarm: Swarm, *, signed: bool) -> None:
     service._donations.send = send  # type: ignore[method-assign]
     if signed:
         service.context.certified.of = of  # type: ignore[method-assign]
+
+
+def mute(swarm: Swarm, file: Path) -> None:
+    """Have a peer take the question what it has had, and not answer as long as there is a file."""
+    service = swarm._service
+    answer = service._answer_question
+
+    async def hang(channel: Channel, message: Message) -> None:
+        if isinstance(message, AskKnown):
+            say("asked", by=channel.remote)
+            while file.exists():
+                await asyncio.sleep(0.05)
+        await answer(channel, message)
+
+    service._answer_question = hang  # type: ignore[method-assign]
 
 
 def haunt(swarm: Swarm) -> None:

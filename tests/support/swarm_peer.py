@@ -37,6 +37,7 @@ from tests.support.swarm_misdeeds import (
     haunt,
     hoard,
     lie,
+    mute,
     raid,
     record,
     withhold,
@@ -260,6 +261,8 @@ def begin(fault: str, swarm: Swarm, misdeed: Misdeed | None, file: Path) -> None
         (raid if fault == "raid" else hoard)(swarm)
     elif fault in ("flood", "haunt"):
         (flood if fault == "flood" else haunt)(swarm)
+    elif fault == "mute":
+        mute(swarm, file)
     elif fault.startswith("contribute "):
         contribute_otherwise(swarm, float(fault.removeprefix("contribute ")))
     elif fault.startswith("withhold"):
