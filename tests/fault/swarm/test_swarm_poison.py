@@ -19,7 +19,7 @@ def _begun(
 ) -> tuple[list[PeerProcess], PeerProcess]:
     """Return so many honest peers, and one that is not, when all have averaged.
 
-    As long as there is a file `silence`, the honest ones do not say what they have had.
+    As long as there is a file `silence`, the honest ones accept questions and do not answer.
     """
     plain = {key: value for key, value in sick.items() if not key.startswith("fault")}
     if silence is not None:
@@ -168,7 +168,7 @@ def test_a_newcomer_that_joins_through_a_liar_gets_what_the_honest_ones_have(
 def test_a_newcomer_does_not_take_silence_for_consent(
     peers: list[PeerProcess], tmp_path: Path, end: str
 ) -> None:
-    """The honest ones accept its question and do not answer; so it asks them again."""
+    """The honest ones accept its questions and do not answer; so it asks them again."""
     begin, silence = tmp_path / "begin", tmp_path / "silence"
     honest, liar = _begun(
         peers, 3, silence=silence, fault="lie the lower hash", fault_file=str(begin)
@@ -179,8 +179,8 @@ def test_a_newcomer_does_not_take_silence_for_consent(
     begin.touch()
     liar.wait_for("fault")
     address = liar.wait_for("ready")["address"]
-    # It asks for half of `connect_s`, and as long as a record lives.
-    patience = {"connect_s": 5.0 if end == "never" else 120.0}
+    # It asks for as long as a record lives, and half of `connect_s`.
+    patience = {"expiry_s": 20.0, "stall_s": 2.0, "connect_s": 5.0 if end == "never" else 120.0}
     newcomer = PeerProcess(**{**_SETTINGS, **patience, "judges": False}, join=[address])
     peers.append(newcomer)
     if end == "in time":
