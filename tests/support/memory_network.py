@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 
 from atomtrain.swarm.transport.identity import Identity, verify
@@ -173,6 +173,12 @@ class MemoryTransport:
         network = self._network
         there = peer_id in network.transports and peer_id not in (network.hidden or ())
         return there and network.connected(self.peer_id, peer_id)
+
+    async def refused(self, addresses: Collection[str]) -> bool:
+        """Say whether none of the peers at these addresses is there any more."""
+        await asyncio.sleep(self._network.delay_s())
+        names = [address.rpartition("/")[2] for address in addresses]
+        return bool(names) and not any(name in self._network.transports for name in names)
 
     async def close(self) -> None:
         """Leave the network."""

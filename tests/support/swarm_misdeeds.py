@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import random
 import struct
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,23 +21,27 @@ from atomtrain.errors import SwarmError
 from atomtrain.swarm import Swarm
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, digest_of
 from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.transport import messages
 from atomtrain.swarm.transport.identity import Identity
 from atomtrain.swarm.transport.messages import (
     MESSAGE_BYTES_MAX,
     AskAnchor,
+    AskKnown,
     AskManifest,
     AskStatus,
     BadMessage,
     Contribution,
     HoldOn,
     Invite,
+    Message,
     Ping,
     Propose,
     Proposed,
     RelayTo,
 )
 from atomtrain.swarm.transport.transport import Channel
+from tests.support import swarm_vectors
 from tests.support.swarm_vectors import say
 
 LIES = {
@@ -54,8 +59,8 @@ FLOOD = 2000
 """Copies that a flood sends of one message or piece of data."""
 SLOW_S = 2.0
 """Less than any deadline: who is slow is not dead."""
-
-
+DRIP_S = 0.3
+"""From one byte to the next: an anchor of these tests takes an hour."""
 RAIDERS = 160
 """Streams that a raid opens to each victim at once: more than it serves to one peer."""
 HOARDED = 16
@@ -179,6 +184,53 @@ def withhold(swarm: Swarm, *, signed: bool) -> None:
     service._donations.send = send  # type: ignore[method-assign]
     if signed:
         service.context.certified.of = of  # type: ignore[method-assign]
+
+
+def conspire(swarm: Swarm, ally: str) -> None:
+    """Have a peer make rounds with one other only, and claim a hundred times its tokens in them."""
+    both, rounds = {swarm.peer_id, ally}, swarm._service._rounds
+    follow, seen = rounds.follow, Roster.others.fget
+    assert seen is not None
+
+    async def follow_ally(channel: Channel, invite: Invite) -> bool:
+        return channel.remote in both and await follow(channel, invite)
+
+    rounds.follow = follow_ally  # type: ignore[method-assign]
+    Roster.others = property(  # type: ignore[assignment,method-assign]
+        lambda roster: [record for record in seen(roster) if record.peer_id in both]
+    )
+    swarm_vectors.TOKENS_A_STEP *= 100
+
+
+def mute(swarm: Swarm, file: Path) -> None:
+    """Have a peer take questions for its anchors, and not answer as long as there is a file."""
+    service = swarm._service
+    answer = service._answer_question
+
+    async def hang(channel: Channel, message: Message) -> None:
+        if isinstance(message, AskKnown | AskAnchor):
+            say("asked", by=channel.remote)
+            while file.exists():
+                await asyncio.sleep(0.05)
+        await answer(channel, message)
+
+    service._answer_question = hang  # type: ignore[method-assign]
+
+
+def drip(swarm: Swarm) -> None:
+    """Have a peer send others all that it sends byte by byte, each well within any deadline."""
+    send, me = Channel.send_bytes, swarm.peer_id
+
+    async def send_bytes(channel: Channel, data: bytes | memoryview) -> None:
+        if channel.remote == me:
+            await send(channel, data)
+            return
+        say("dripped", to=channel.remote, bytes=len(data))
+        for byte in bytes(data):
+            await send(channel, bytes([byte]))
+            await asyncio.sleep(DRIP_S)
+
+    Channel.send_bytes = send_bytes  # type: ignore[method-assign]
 
 
 def haunt(swarm: Swarm) -> None:

@@ -34,9 +34,12 @@ from atomtrain.swarm import Swarm
 from tests.support.swarm_misdeeds import (
     MISDEEDS,
     Misdeed,
+    conspire,
+    drip,
     haunt,
     hoard,
     lie,
+    mute,
     raid,
     record,
     withhold,
@@ -260,6 +263,12 @@ def begin(fault: str, swarm: Swarm, misdeed: Misdeed | None, file: Path) -> None
         (raid if fault == "raid" else hoard)(swarm)
     elif fault in ("flood", "haunt"):
         (flood if fault == "flood" else haunt)(swarm)
+    elif fault.startswith("conspire with "):
+        conspire(swarm, fault.removeprefix("conspire with "))
+    elif fault == "drip":
+        drip(swarm)
+    elif fault == "mute":
+        mute(swarm, file)
     elif fault.startswith("contribute "):
         contribute_otherwise(swarm, float(fault.removeprefix("contribute ")))
     elif fault.startswith("withhold"):

@@ -1,4 +1,4 @@
-"""One member claims a version more of every fragment, and gives it to nobody: rounds go on."""
+"""Claims that are certified, or not: of anchors that nobody gives, or that do harm."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.swarm_processes import PeerProcess, wait_averaged, wait_same_anchors
+from atomtrain.swarm.transport.identity import Identity
+from tests.support.swarm_processes import PeerProcess, Said, wait_averaged, wait_same_anchors
 from tests.support.waiting import wait_until
 
 _SETTINGS = {"target": 1.0, "expiry_s": 4.0, "round_floor_s": 2.0, "momentum": 0.5}
@@ -40,3 +41,72 @@ def test_rounds_of_the_others_go_on(peers: list[PeerProcess], tmp_path: Path, ho
         # Not those that the liar leads: a quarter.
         assert len(averaged) >= _ROUNDS / 2, [(s["outcome"], s["reason"]) for s in told]
     wait_same_anchors(*honest)
+
+
+def test_what_two_members_make_and_certify_among_themselves_is_tried_and_undone(
+    peers: list[PeerProcess], tmp_path: Path
+) -> None:
+    """All have contributed before, so their certificates count; and they claim more tokens.
+
+    Newcomers have no certificates to go by: with a judge one goes by its loss, without by what most
+    have had.
+    """
+    judging = {**_SETTINGS, "judges": True}
+    first = PeerProcess(**judging)
+    peers.append(first)
+    address = first.wait_ready()
+    begin = tmp_path / "begin"
+    files = [tmp_path / "one.key", tmp_path / "other.key"]
+    ids = [Identity.load_or_create(file).peer_id for file in files]
+    sick = {"fault_file": str(begin), "moves_file": str(begin), "moves_to": -5.0}
+    honest = [first, *(PeerProcess(**judging, join=[address]) for _ in range(2))]
+    liars = [
+        PeerProcess(
+            **{**_SETTINGS, **sick}, join=[address], identity=str(file),
+            fault=f"conspire with {ally}",
+        )
+        for file, ally in zip(files, reversed(ids), strict=True)
+    ]  # fmt: skip
+    peers += [*honest[1:], *liars]
+    for peer in [*honest[1:], *liars]:
+        peer.wait_ready()
+    wait_averaged(first, *honest, *liars)
+    for peer in honest:
+        peer.wait_for("state", lambda said: all(abs(mean - 1.0) < 0.2 for mean in said["means"]))
+
+    begun = {peer: peer.now for peer in peers}
+    begin.touch()
+    for liar in liars:
+        liar.wait_for("fault")
+        for fragment in range(2):
+
+            def theirs(said: Said, fragment: int = fragment) -> bool:
+                return said["fragment"] == fragment and set(said["contributors"]) == set(ids)
+
+            liar.wait_for("round", theirs, begun[liar])
+    for peer in honest:
+        refused = peer.wait_for("round", lambda said: said["outcome"] == "refused", begun[peer])
+        assert "this peer's loss on its own text would rise" in refused["reason"]
+
+    through = liars[0].wait_for("ready")["address"]
+    newcomers = [PeerProcess(**{**_SETTINGS, "judges": it}, join=[through]) for it in (True, False)]
+    peers += newcomers
+    got = [newcomer.wait_for("ready")["means"] for newcomer in newcomers]
+    for peer in honest:  # rounds go on, in which the liars have no part
+
+        def without(said: Said) -> bool:
+            members = set(said["contributors"])
+            return {one.peer_id for one in honest} <= members and members.isdisjoint(ids)
+
+        peer.wait_for("round", without, peer.now)
+    for peer in honest:
+        for said in peer.lines("state", begun[peer]):
+            assert all(abs(mean - 1.0) < 0.4 for mean in said["means"]), said
+    told = []
+    for newcomer in newcomers:
+        peers.remove(newcomer)
+        told.append(newcomer.finish())
+    assert "Traceback" not in "".join(told)
+    assert all(abs(mean - 1.0) < 0.4 for mean in got[0]), (got, told)
+    if "could not tell" not in told[1]:
+        assert all(abs(mean - 1.0) < 0.4 for mean in got[1]), (got, told)

@@ -15,13 +15,18 @@ _SETTINGS = {
 
 
 def _begun(
-    peers: list[PeerProcess], honest: int, **sick: object
+    peers: list[PeerProcess], honest: int, *, silence: Path | None = None, **sick: object
 ) -> tuple[list[PeerProcess], PeerProcess]:
-    """Return so many honest peers, and one that is not, when all have averaged."""
-    first = PeerProcess(**{**_SETTINGS, **sick, "fault": ""})
+    """Return so many honest peers, and one that is not, when all have averaged.
+
+    As long as there is a file `silence`, the honest ones accept questions and do not answer.
+    """
+    plain = {key: value for key, value in sick.items() if not key.startswith("fault")}
+    if silence is not None:
+        plain |= {"fault": "mute", "fault_file": str(silence)}
+    first = PeerProcess(**{**_SETTINGS, **plain})
     peers.append(first)
     address = first.wait_ready()
-    plain = {key: value for key, value in sick.items() if not key.startswith("fault")}
     others = [PeerProcess(**{**_SETTINGS, **plain, "join": [address]}) for _ in range(honest - 1)]
     liar = PeerProcess(**{**_SETTINGS, **sick, "join": [address], "judges": False})
     peers += [*others, liar]
@@ -157,3 +162,52 @@ def test_a_newcomer_that_joins_through_a_liar_gets_what_the_honest_ones_have(
     told = _ended(peers, newcomer)
     if "could not tell" not in told:  # as long as a record lives nobody answered: a busy machine
         assert all(abs(mean - 1.0) < 0.4 for mean in got), (got, told)
+
+
+@pytest.mark.parametrize("end", ["never", "in time"])
+def test_a_newcomer_does_not_take_silence_for_consent(
+    peers: list[PeerProcess], tmp_path: Path, end: str
+) -> None:
+    """The honest ones accept its questions and do not answer; so it asks them again."""
+    begin, silence = tmp_path / "begin", tmp_path / "silence"
+    honest, liar = _begun(
+        peers, 3, silence=silence, fault="lie the lower hash", fault_file=str(begin)
+    )
+    silence.touch()
+    for peer in honest:
+        peer.wait_for("fault")
+    begin.touch()
+    liar.wait_for("fault")
+    address = liar.wait_for("ready")["address"]
+    # It asks for as long as a record lives, and half of `connect_s`.
+    patience = {"expiry_s": 20.0, "stall_s": 2.0, "connect_s": 5.0 if end == "never" else 120.0}
+    newcomer = PeerProcess(**{**_SETTINGS, **patience, "judges": False}, join=[address])
+    peers.append(newcomer)
+    if end == "in time":
+        for peer in honest:
+            peer.wait_for("asked")
+        silence.unlink()
+    got = newcomer.wait_for("ready")["means"]
+    told = _ended(peers, newcomer)
+    if end == "never":
+        assert "this peer could not tell whose is right" in told
+    else:
+        assert "could not tell" not in told
+        assert all(abs(mean - 1.0) < 0.4 for mean in got), (got, told)
+
+
+def test_a_newcomer_does_not_wait_for_who_was_killed(peers: list[PeerProcess]) -> None:
+    settings = {**_SETTINGS, "expiry_s": 60.0, "judges": False}
+    first = PeerProcess(**settings)
+    peers.append(first)
+    address = first.wait_ready()
+    killed = PeerProcess(**settings, join=[address])
+    peers.append(killed)
+    killed.wait_ready()
+    wait_averaged(first, first, killed)
+    killed.kill()
+    newcomer = PeerProcess(**settings, join=[address])
+    peers.append(newcomer)
+    newcomer.wait_ready()
+    assert killed.peer_id in newcomer.wait_for("state")["peers"]  # its record lives
+    assert "could not tell" not in _ended(peers, newcomer)

@@ -118,9 +118,18 @@ class AnchorStore:
 
     def place(self, fragment: int, anchor: Anchor) -> None:
         """Put an anchor in place of a model that holds just that, or is about to."""
+        self._begin_at(fragment, anchor)
+        self._remember(fragment, anchor.stamp)
+
+    def _begin_at(self, fragment: int, anchor: Anchor) -> None:
         self._put(fragment, anchor, None)
         self._measured_from[fragment] = anchor.stamp.version
-        self._had[fragment].append(anchor.stamp)
+
+    def _remember(self, fragment: int, stamp: Stamp) -> None:
+        """Say to those who ask that this peer has had an anchor: not before it has stood trial."""
+        had = self._had[fragment]
+        if not had or had[-1] != stamp:
+            had.append(stamp)
 
     def drop_momentum(self, fragment: int) -> bool:
         """Have the next round take a plain step from a fragment's anchor; return whether it will.
@@ -140,7 +149,7 @@ class AnchorStore:
         version = old.stamp.next(0).version
         stamp = Stamp(version, old.stamp.tokens, digest_of(old.values, dropped))
         self._anchors[fragment] = replace(old, velocity=dropped, stamp=stamp)
-        self._had[fragment].append(stamp)
+        self._remember(fragment, stamp)
         if self._measured_from[fragment] == old.stamp.version:
             self._measured_from[fragment] = version
         return True
@@ -213,7 +222,7 @@ class AnchorStore:
         with access.view(merge.fragment) as local:
             self.check_size(merge.fragment, local)
             self.merge(merge, local)
-        self._had[merge.fragment].append(merge.anchor.stamp)
+        self._remember(merge.fragment, merge.anchor.stamp)
         if self.gradients:
             cast(GradientAccess, access).forget(merge.fragment)
 
@@ -232,13 +241,13 @@ class AnchorStore:
             self._tokens_merged[merge.fragment] = self.tokens_seen
             if merge.snapshot is not None and merge.contributed:
                 self._advance_residual(merge.snapshot, merge.contributed)
-            self.place(merge.fragment, merge.anchor)
+            self._begin_at(merge.fragment, merge.anchor)
             return
         if merge.restart:
             local.copy_(new)
             self._tokens_merged[merge.fragment] = self.tokens_seen
             self.forget_residual(merge.fragment)
-            self.place(merge.fragment, merge.anchor)
+            self._begin_at(merge.fragment, merge.anchor)
             self._velocities[merge.fragment] = None
             return
         for start, stop in _cached(merge.changed):
@@ -296,7 +305,7 @@ class AnchorStore:
         """Have a fragment as `holding` has returned it; the parameters are the caller's matter."""
         self._anchors[fragment] = holding.anchor
         if holding.anchor is not None:
-            self._had[fragment].append(holding.anchor.stamp)
+            self._remember(fragment, holding.anchor.stamp)
         self._tokens_merged[fragment] = holding.tokens_merged
         self._measured_from[fragment] = holding.measured_from
         self._residuals[fragment] = holding.residual

@@ -225,7 +225,7 @@ class Fetcher:
 
         Donors that fail are not asked again until their next record; while there is none to ask,
         the membership records are read again. Who has no anchor of its own takes one that most of
-        those who are asked have had, too; if there is none as long as a record lives, any, and the
+        those who are asked have had, too; if there is none for half of `patience_s`, any, and the
         log says so.
 
         Raises:
@@ -234,27 +234,35 @@ class Fetcher:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + patience_s
         newcomer = self._context.mailbox.stamp(fragment) is None
-        sure_until_s = loop.time() + min(patience_s / 2, self._context.config.expiry_s)
+        sure_until_s = loop.time() + patience_s / 2
         why, nobody = "no peer has it", 0
         while True:
+            unvouched: dict[str, str] = {}
             for donor in self._donors(fragment, first):
+                if unvouched and loop.time() >= sure_until_s:
+                    break
                 try:
-                    sure = newcomer and loop.time() < sure_until_s
-                    fetched = await self.fetch_from(donor, fragment, vouched=sure)
-                    if newcomer and not sure:
-                        _log.warning("fragment %d: the peers that were asked do not agree on one "
-                                     "anchor, and this peer could not tell whose is right; it has "
-                                     "taken that of peer %s", fragment, donor[-8:])  # fmt: skip
-                    return fetched
+                    return await self.fetch_from(donor, fragment, vouched=newcomer)
                 except NotVouched as error:
-                    why = str(error)
+                    why = unvouched[donor] = str(error)
                     _log.info("fetching fragment %d: %s", fragment, error)
                 except (LinkLost, BadMessage) as error:
                     why = str(error)
-                    _log.info("fetching fragment %d: %s; trying another peer", fragment, error)
-                    self._context.roster.suspect(donor)
+                    self._failed(donor, fragment, error)
                     if fragment in self._partial:
                         until_s = loop.time() + patience_s
+            if unvouched and loop.time() >= sure_until_s:
+                donor, doubt = next(iter(unvouched.items()))
+                try:
+                    fetched = await self.fetch_from(donor, fragment)
+                except (LinkLost, BadMessage) as error:
+                    self._failed(donor, fragment, error)
+                else:
+                    _log.warning(
+                        "fragment %d: %s; this peer could not tell whose is right, and has taken "
+                        "that of peer %s", fragment, doubt, donor[-8:],
+                    )  # fmt: skip
+                    return fetched
             run = self._context.config.run
             nobody = nobody + 1 if self._context.roster.all_left else 0
             if nobody > _LOOKS:
@@ -270,6 +278,10 @@ class Fetcher:
                 )
             await asyncio.sleep(_RETRY_S)
             self._context.roster.update(await self._context.directory.records())
+
+    def _failed(self, donor: str, fragment: int, error: SwarmError) -> None:
+        _log.info("fetching fragment %d: %s; trying another peer", fragment, error)
+        self._context.roster.suspect(donor)
 
     async def fetch_from(
         self,
@@ -343,7 +355,9 @@ class Fetcher:
         if own is not None:
             await self._check_better(channel.remote, header, own, believed=believed)
         if vouched:
-            await check_vouched(self._context, channel.remote, fragment, _stamp(header))
+            # The donor waits meanwhile, and not for ever.
+            within_s = channel.stall_s / 2
+            await check_vouched(context, channel.remote, fragment, _stamp(header), within_s)
         resumed = (header.digest, header.start_bytes) == (ask.digest, ask.start_bytes)
         if had is not None and header.start_bytes and resumed:
             return had

@@ -3,17 +3,24 @@
 A donor's word proves nothing. So a newcomer asks others, over streams that prove who they are,
 whether they have had what the donor gives. It takes what more than half of all have, the donor
 included. Where a swarm has several groups, which have anchors of their own, one other is enough.
+
+Who does not answer in time has not said so, whatever else failed with it before: else a busy
+machine, or whoever keeps honest peers from answering, would leave a newcomer with the liars alone.
+Only a process that has ended does not count, which shows where it listened.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from enum import Enum
 
 from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.membership.records import PeerRecord
 from atomtrain.swarm.rounds.context import Context
+from atomtrain.swarm.transport.addresses import circuits_to
 from atomtrain.swarm.transport.messages import AskKnown, BadMessage, Known
-from atomtrain.swarm.transport.transport import Channel, LinkLost
+from atomtrain.swarm.transport.transport import Channel, LinkLost, PeerRefused
 
 _ASKED = 16
 
@@ -22,46 +29,81 @@ class NotVouched(BadMessage):
     """A donor gives an anchor that too few others say they have had."""
 
 
-async def check_vouched(context: Context, donor: str, fragment: int, stamp: Stamp) -> None:
+class _Answer(Enum):
+    HAD = "had"
+    NOT_HAD = "not had"
+    SILENT = "silent"
+    ENDED = "ended"
+    """Its process is not there any more."""
+
+
+async def check_vouched(
+    context: Context, donor: str, fragment: int, stamp: Stamp, within_s: float
+) -> None:
     """Ask others, 16 at most, whether they have had a donor's anchor.
 
-    Whoever does not answer does not count. A donor that is the only one to have the fragment is
+    Returns as soon as enough have said so. A donor that is the only one to have the fragment is
     believed: there is nobody to ask.
 
     Raises:
-        NotVouched: half of them, or more, have not.
+        NotVouched: half of them, or more, have not, or have not said so within `within_s`.
     """
-    others = [r.peer_id for r in context.roster.others
-              if r.peer_id != donor and r.stamps[fragment] is not None]  # fmt: skip
+    others = [r for r in context.roster.having(fragment) if r.peer_id != donor]
     asked = random.sample(others, min(_ASKED, len(others)))
-    answers = await asyncio.gather(*(_known(context, peer, fragment, stamp) for peer in asked))
-    said = [answer for answer in answers if answer is not None]
-    having = 1 + sum(said)
-    several = context.roster.groups > 1
-    if said and not (having > 1 if several else 2 * having > 1 + len(said)):
-        raise NotVouched(
-            f"of {1 + len(said)} peers that were asked, only {having} say that they have had the "
-            f"anchor that peer {donor[-8:]} gives"
-        )
+    waiting = {asyncio.create_task(_answer(context, one, fragment, stamp)) for one in asked}
+    until_s = asyncio.get_running_loop().time() + within_s
+    answers: list[_Answer] = []
+    try:
+        while True:
+            having = 1 + answers.count(_Answer.HAD)
+            count = 1 + len(asked) - answers.count(_Answer.ENDED)
+            if _enough(context, having, count):
+                return
+            left_s = until_s - asyncio.get_running_loop().time()
+            if left_s <= 0 or not _enough(context, having + len(waiting), count):
+                break
+            done, waiting = await asyncio.wait(
+                waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            answers += [task.result() for task in done]
+    finally:
+        for task in waiting:
+            task.cancel()
+    silent = len(waiting) + answers.count(_Answer.SILENT)
+    raise NotVouched(
+        f"of {count} peers that have an anchor, {having} say that they have had the one that peer "
+        f"{donor[-8:]} gives, and {silent} have not answered"
+    )
+
+
+def _enough(context: Context, having: int, count: int) -> bool:
+    """Say whether an anchor is believed that so many of all have had, the donor included."""
+    return count == 1 or (having > 1 if context.roster.groups > 1 else 2 * having > count)
 
 
 async def send_known(channel: Channel, context: Context, ask: AskKnown) -> None:
-    """Answer `AskKnown`."""
+    """Answer `AskKnown`: what has done harm here is not vouched for."""
     stamp = Stamp(ask.version, ask.tokens, ask.digest)
-    await channel.send(Known(known=context.mailbox.store.had(ask.fragment, stamp)))
+    had = context.mailbox.store.had(ask.fragment, stamp)
+    await channel.send(Known(known=had and ask.digest not in context.roster.refused))
 
 
-async def _known(context: Context, peer_id: str, fragment: int, stamp: Stamp) -> bool | None:
-    try:
-        channel = await context.open(peer_id)
-    except LinkLost:
-        return None
+async def _answer(context: Context, peer: PeerRecord, fragment: int, stamp: Stamp) -> _Answer:
+    """Return what a peer says, as soon as it does; the caller has a deadline."""
     ask = AskKnown(
         fragment=fragment, version=stamp.version, tokens=stamp.tokens, digest=stamp.digest
     )
     try:
-        return (await context.ask(channel, ask, Known)).known
-    except (LinkLost, BadMessage):
-        return None
-    finally:
-        channel.close()
+        channel = await context.open(peer.peer_id)
+        try:
+            said = await context.ask(channel, ask, Known)
+        finally:
+            channel.close()
+    except (PeerRefused, BadMessage):
+        return _Answer.SILENT
+    except LinkLost:
+        # Behind a NAT nobody listens at the addresses that a peer knows of itself.
+        straight = not circuits_to(peer.peer_id, peer.addresses)
+        ended = straight and await context.transport.refused(peer.addresses)
+        return _Answer.ENDED if ended else _Answer.SILENT
+    return _Answer.HAD if said.known else _Answer.NOT_HAD

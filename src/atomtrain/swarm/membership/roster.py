@@ -356,6 +356,11 @@ class Roster:
             if best is not None
         )
 
+    def having(self, fragment: int) -> list[PeerRecord]:
+        """Return the others whose record says that they have a fragment, answering or not."""
+        return [record for record in self._records.values()
+                if record.stamps[fragment] is not None and self.trusts(record.peer_id)]  # fmt: skip
+
     def next_round(self) -> int:
         """Return the largest round that any peer has before it."""
         rounds = (r.next_round for r in self._records.values() if self.trusts(r.peer_id))

@@ -147,8 +147,7 @@ class FrameChannel(Channel):
                 if not count:
                     return memoryview(b"")
                 self._filled += count
-                if self._filled < wanted or wanted == _LENGTH.size:
-                    self._came()
+                self._came(count)
             if wanted > _LENGTH.size:
                 return self._in[_LENGTH.size : wanted]
             (length,) = _LENGTH.unpack_from(self._in)

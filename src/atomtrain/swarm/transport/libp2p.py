@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import types
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any
 
 from atomtrain.errors import SwarmError
@@ -258,6 +258,20 @@ class Libp2pTransport:
                     writer.close()
         except (OSError, EOFError, SwarmError):
             return False
+
+    async def refused(self, addresses: Collection[str]) -> bool:
+        """Say whether a machine answers at each of these addresses that nobody listens there."""
+        for address in addresses:
+            try:
+                place = place_of(address)
+                _, writer = await asyncio.open_connection(place.host, place.port)
+            except ConnectionRefusedError:
+                continue
+            except (OSError, SwarmError):
+                return False
+            writer.close()
+            return False
+        return bool(addresses)
 
     async def close(self) -> None:
         """End the daemon, and every stream with it."""

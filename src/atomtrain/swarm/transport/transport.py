@@ -8,9 +8,10 @@ as `LinkLost`.
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Protocol, TypeVar
 
 from atomtrain.errors import SwarmError
@@ -26,6 +27,9 @@ _DRAIN_BYTES = 1 << 14
 """Bytes after which a stream is asked whether it has room: slow links move it in seconds."""
 _LATE_SHARE = 0.05
 """Of the stall deadline by which a stream may be given up late: so it need not be moved often."""
+LEAST_BYTES_PER_S = 1000.0
+"""What comes slower, on average and beyond one stall deadline, does not come: the least upload
+limit. So who sends a byte now and then holds nobody for longer than what is sent would take so."""
 OPEN_S = 10.0
 """What opening a stream may take where the caller says nothing."""
 _INBOX_MAX = 64
@@ -81,6 +85,8 @@ class Channel(ABC):
         self.stall: Callable[[], float] = lambda: stall_s
         """Returns for how long nothing may move, as things are now."""
         self._granted_s = stall_s
+        self._latest_s = math.inf
+        """Until when what is received now has to come, beside the time that its bytes earn."""
         self._coming: asyncio.Timeout | None = None
         self._going: asyncio.Timeout | None = None
 
@@ -100,7 +106,7 @@ class Channel(ABC):
     async def _read_into(self, view: memoryview) -> int:
         """Wait for bytes, write them to `view`; return how many, 0 at the end. Raises `OSError`.
 
-        Whenever some came, but too few to return any, `_came` is called.
+        Whenever some came, also too few to return any, `_came` is called.
         """
 
     @abstractmethod
@@ -145,7 +151,9 @@ class Channel(ABC):
         (length,) = _LENGTH.unpack(head)
         if length > most_bytes:
             raise BadMessage(f"peer {self.remote[-8:]} announced a message of {length} bytes")
-        return messages.decode(await self._read_exactly(length, self.stall_s))
+        body = bytearray(length)
+        await self.receive_into(memoryview(body))
+        return messages.decode(bytes(body))
 
     async def send_bytes(self, data: bytes | memoryview) -> None:
         """Send raw bytes; returns when they are on their way, not when they arrived."""
@@ -171,16 +179,17 @@ class Channel(ABC):
         """Fill `view`, a writable one of bytes.
 
         Raises:
-            LinkLost: the peer is gone, or nothing came for the stall deadline.
+            LinkLost: the peer is gone, nothing came for the stall deadline, or less than
+                `LEAST_BYTES_PER_S` beyond that.
         """
-        filled = 0
+        filled, patience_s = 0, self._patience()
+        self._latest_s = asyncio.get_running_loop().time() + patience_s
         try:
-            async with asyncio.timeout(self._patience()) as self._coming:
+            async with asyncio.timeout(patience_s) as self._coming:
                 while filled < len(view):
                     filled += self._counted(
                         await self._read_into(view[filled : filled + CHUNK_BYTES])
                     )
-                    self._came()
         except (OSError, TimeoutError) as error:
             raise self._lost(error) from error
         finally:
@@ -217,6 +226,7 @@ class Channel(ABC):
         return bytes(data)
 
     async def _read(self, view: memoryview, within_s: float) -> int:
+        self._latest_s = asyncio.get_running_loop().time() + within_s
         try:
             async with asyncio.timeout(within_s) as self._coming:
                 return self._counted(await self._read_into(view))
@@ -232,20 +242,21 @@ class Channel(ABC):
         self.received_bytes += count
         return count
 
-    def _came(self) -> None:
+    def _came(self, count: int) -> None:
         self.arrivals += 1
-        self._start_again(self._coming)
+        self._latest_s += count / LEAST_BYTES_PER_S
+        self._start_again(self._coming, self._latest_s)
 
     def _went(self) -> None:
         self._start_again(self._going)
 
-    def _start_again(self, deadline: asyncio.Timeout | None) -> None:
-        """Bytes moved: a link may be as slow as it likes, as long as it is not dead."""
+    def _start_again(self, deadline: asyncio.Timeout | None, latest_s: float = math.inf) -> None:
+        """Bytes moved: a link may be slow, as long as it is not dead."""
         if deadline is None or deadline.expired():
             return
         ends_s, now_s = deadline.when(), asyncio.get_running_loop().time()
-        if ends_s is None or ends_s < now_s + self._granted_s:
-            deadline.reschedule(now_s + self._patience())
+        if ends_s is None or ends_s < min(now_s + self._granted_s, latest_s):
+            deadline.reschedule(min(now_s + self._patience(), latest_s))
 
     def _patience(self) -> float:
         """Return how long to wait from now on for something to move."""
@@ -299,6 +310,8 @@ class StreamChannel(Channel):
     async def _read_into(self, view: memoryview) -> int:
         chunk = await self._reader.read(len(view))
         view[: len(chunk)] = chunk
+        if chunk:
+            self._came(len(chunk))
         return len(chunk)
 
 
@@ -397,6 +410,13 @@ class Transport(Protocol):
         """Say whether a peer answers in time who dials this address anew.
 
         Connections that there are do not count.
+        """
+        ...
+
+    async def refused(self, addresses: Collection[str]) -> bool:
+        """Say whether a machine answers at each of these addresses that nobody listens there.
+
+        There is at least one. The caller has a deadline: what answers nothing refuses nothing.
         """
         ...
 

@@ -317,6 +317,27 @@ def test_an_anchor_that_does_harm_by_itself_is_refused_and_undone() -> None:
     assert len(peer.refusals) == 1
 
 
+def test_nobody_is_told_that_this_peer_has_had_what_it_refused() -> None:
+    """Neither while it is tried, together with its own progress and without, nor afterwards."""
+    peer, given = _apart(), list[Merge]()
+    told = list[bool]()
+
+    def judge() -> float:
+        told.extend(peer.store.had(0, merge.anchor.stamp) for merge in given)
+        return peer.model.loss()
+
+    peer.mailbox.use_judge(judge, lambda: 0.0)
+    own = peer.store.anchor(0).stamp
+    for _ in range(40):  # more than it remembers anchors
+        given.append(peer.give(BAD * (1 + len(given))))
+        [said] = peer.cross()
+        assert said.outcome == "refused"
+    assert len(told) > 3 * 40
+    assert not any(told)
+    assert not any(peer.store.had(0, merge.anchor.stamp) for merge in given)
+    assert peer.store.had(0, own)
+
+
 def test_who_has_learnt_nothing_alone_judges_an_anchor_once() -> None:
     asked: list[float] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ import torch
 from atomtrain.swarm.anchors.anchors import Anchor, digest_of
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.membership.records import PeerRecord
-from atomtrain.swarm.transport.messages import AskAnchor
+from atomtrain.swarm.transport.messages import AskAnchor, AskKnown, Message
 from atomtrain.swarm.transport.transport import Channel
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
 
@@ -112,10 +113,28 @@ async def swarm(honest: tuple[str, ...], liars: tuple[str, ...]) -> Simulation:
     return simulation
 
 
-async def joined(simulation: Simulation, number: int) -> list[Anchor]:
-    """Return what one newcomer gets, all of whose fetches ask the liars first."""
+def mute(peer: SimulatedPeer, until_s: float = math.inf) -> None:
+    """Have a peer take the question what it has had, and not answer before that time."""
+    answer = peer.service._answer_question
+
+    async def hang(channel: Channel, message: Message) -> None:
+        if isinstance(message, AskKnown):
+            await asyncio.sleep(until_s - asyncio.get_running_loop().time())
+        await answer(channel, message)
+
+    peer.service._answer_question = hang  # type: ignore[method-assign]
+
+
+async def joined(simulation: Simulation, number: int, failed: tuple[str, ...] = ()) -> list[Anchor]:
+    """Return what one newcomer gets, all of whose fetches ask the liars first.
+
+    `failed`: with whom something has failed before.
+    """
     late = SimulatedPeer(simulation, f"late{number}", 0.5)
     await late.service.start()
+    await asyncio.sleep(0.5)  # it has met those who are there
+    for name in failed:
+        late.service.context.roster.suspect(name)
     fetcher = late.service.fetcher
     got = [(await fetcher.fetch(f, 20.0, LIARS)).anchor for f in range(2)]
     await late.stop_abruptly()
@@ -153,3 +172,57 @@ def test_where_as_many_lie_as_do_not_a_newcomer_says_that_it_could_not_tell(
     with caplog.at_level(logging.WARNING):
         run_virtual(scenario)
     assert "could not tell whose is right" in caplog.text
+
+
+def test_where_nobody_answers_a_newcomer_says_that_it_could_not_tell(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Silence is no consent."""
+
+    async def scenario() -> None:
+        simulation = await swarm(HONEST, LIARS[:1])
+        Liars([simulation.peers[LIARS[0]]], random_values)
+        for name in HONEST:
+            mute(simulation.peers[name])
+        await joined(simulation, 0)
+
+    with caplog.at_level(logging.WARNING):
+        run_virtual(scenario)
+    assert "3 have not answered; this peer could not tell whose is right" in caplog.text
+
+
+@pytest.mark.parametrize("late", ["answers", "links"])
+def test_a_newcomer_asks_again_who_has_not_answered(
+    caplog: pytest.LogCaptureFixture, late: str
+) -> None:
+    async def scenario() -> None:
+        simulation = await swarm(HONEST, LIARS[:1])
+        Liars([simulation.peers[LIARS[0]]], the_lower_hash)
+        await asyncio.sleep(2)
+        for name in HONEST if late == "answers" else ():
+            mute(simulation.peers[name], asyncio.get_running_loop().time() + 6.0)
+        stores = [simulation.peers[name].service.context.mailbox.store for name in HONEST]
+        failed = HONEST if late == "links" else ()
+        for fragment, anchor in enumerate(await joined(simulation, 0, failed)):
+            assert any(store.had(fragment, anchor.stamp) for store in stores)
+
+    with caplog.at_level(logging.WARNING):
+        run_virtual(scenario)
+    assert "could not tell" not in caplog.text
+
+
+def test_who_has_just_been_killed_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Its record still lives: nobody listens where it did."""
+
+    async def scenario() -> None:
+        simulation = await swarm(HONEST[:2], ())
+        await simulation.kill(HONEST[1])
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        await joined(simulation, 0)
+        assert HONEST[1] in await simulation.peers[HONEST[0]].service.context.directory.records()
+        assert loop.time() < begun_s + 3.0
+
+    with caplog.at_level(logging.WARNING):
+        run_virtual(scenario)
+    assert "could not tell" not in caplog.text

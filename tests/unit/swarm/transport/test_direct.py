@@ -170,6 +170,29 @@ def _relayed(stall_s: float) -> tuple[Channel, socket.socket, socket.socket, Cha
     return sender, one_end, other_end, SecureChannel("one", other, keys, stall_s)
 
 
+def test_a_frame_that_comes_byte_by_byte_is_given_up() -> None:
+    loop, stall_s = _LateLoop(), 10.0
+
+    async def scenario() -> None:
+        sender, taken_from, given_to, receiver = _relayed(stall_s)
+        sending = asyncio.create_task(sender.send_bytes(bytes(CHUNK_BYTES)))
+        receiving = asyncio.create_task(receiver.receive_into(memoryview(bytearray(CHUNK_BYTES))))
+        for _ in range(20):
+            await loop.sock_sendall(given_to, await loop.sock_recv(taken_from, 1))
+            for _ in range(4):
+                await asyncio.sleep(0)
+            loop.late_s += 0.3 * stall_s
+        assert receiving.done()
+        with pytest.raises(LinkLost, match="nothing moved in time"):
+            await receiving
+        sending.cancel()
+        for end in (sender, receiver, taken_from, given_to):
+            end.close()
+
+    with contextlib.closing(loop):
+        loop.run_until_complete(scenario())
+
+
 @pytest.mark.parametrize(("frames", "piece_bytes"), [(1, 4096), (12, 1 << 16)])
 def test_a_slow_link_is_not_a_dead_one(frames: int, piece_bytes: int) -> None:
     """What is sent takes many times the stall deadline; what counts is that something moves."""
