@@ -27,13 +27,14 @@ from atomtrain.engine.calibration.profile_cache import (
 )
 from atomtrain.engine.calibration.profiling import Profile
 from atomtrain.engine.devices.device import Device
+from atomtrain.engine.devices.device_names import GPU_KINDS
 from atomtrain.engine.execution.compiled import CompiledLayer
 from atomtrain.errors import AtomError, reason_of
 from atomtrain.progress import Progress
 
 LEAST_SPEED_RATIO = 1.05
 """By which compiled layers must compute faster: what less is may be noise."""
-TRIED_ON = frozenset({"cuda"})
+TRIED_ON = frozenset(GPU_KINDS)
 """Types of devices on which `auto` tries to compile. On a processor it takes half a minute, and the
 bits would no more be those of an ordinary loop."""
 _logger = logging.getLogger(__name__)
