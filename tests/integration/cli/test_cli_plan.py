@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 from collections.abc import Callable
@@ -19,6 +21,8 @@ TINY = ("tiny", "--gpu", "rtx-3090")
 STEP = ("--tokens-per-step", "256")
 PNG = b"\x89PNG\r\n\x1a\n"
 
+CROWDING = "atomtrain.engine.calibration.profiling.crowding_warning"
+
 Output = Callable[..., str]
 
 
@@ -26,7 +30,7 @@ Output = Callable[..., str]
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run in an empty folder, on a machine that other programs leave alone, as it seems."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("atomtrain.engine.calibration.profiling.crowding_warning", lambda _: None)
+    monkeypatch.setattr(CROWDING, lambda _: None)
 
 
 @pytest.fixture
@@ -40,6 +44,21 @@ def output(capsys: pytest.CaptureFixture[str]) -> Output:
         return captured.out
 
     return run
+
+
+@pytest.fixture(scope="module")
+def tiny_json() -> str:
+    """What `--json` prints of the plan that several tests read."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.setattr(CROWDING, lambda _: None)
+        assert main(["plan", *TINY, *STEP, "--json"]) == 0
+    assert err.getvalue() == ""
+    return out.getvalue()
 
 
 @pytest.fixture
@@ -58,10 +77,10 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> Output:
     return run
 
 
-def test_the_table_says_what_a_person_asks(output: Output) -> None:
+def test_the_table_says_what_a_person_asks(output: Output, tiny_json: str) -> None:
     """Its figures are those of `--json`, as a person writes them."""
     rows = {line[:12].strip(): line[12:] for line in output(*TINY, *STEP).splitlines() if line}
-    found = json.loads(output(*TINY, *STEP, "--json"))
+    found = json.loads(tiny_json)
     plan, machine = found["plan"], found["machine"]
     assert rows["model"].startswith(f"{format_count(found['analysis']['parameters'])} parameters")
     assert f" of {format_bytes(machine['host_memory_bytes'])}: " in rows["host"]
@@ -73,10 +92,9 @@ def test_the_table_says_what_a_person_asks(output: Output) -> None:
     assert rows["segments"].startswith(f"backward {len(plan['backward_bounds']) - 1} of ")
 
 
-def test_json_is_one_object_with_plan_machine_analysis_and_advice(output: Output) -> None:
-    text = output(*TINY, *STEP, "--json")
-    assert text.count("\n") == 1
-    found = json.loads(text)
+def test_json_is_one_object_with_plan_machine_analysis_and_advice(tiny_json: str) -> None:
+    assert tiny_json.count("\n") == 1
+    found = json.loads(tiny_json)
     assert found["model"] == "tiny"
     assert found["gpu"] == "rtx-3090"
     assert found["plan"]["device_peak_bytes"] <= found["machine"]["device_memory_bytes"]

@@ -49,6 +49,11 @@ def test_only_what_nothing_beats_is_kept() -> None:
     assert kept((5.0,)) == {0}
 
 
+def test_times_without_end_are_compared_as_others_are() -> None:
+    never = float("inf")
+    assert kept((never, 1.0), (never, 2.0), (1.0, 3.0)) == {0, 2}
+
+
 def random_rows(seed: int) -> NDArray[np.float64]:
     return np.random.default_rng(seed).integers(-3, 4, (40, 3)).astype(float)
 

@@ -187,6 +187,8 @@ class Mixed:
         self._rest.settle(after, cuts, self._most_load_s)
         begun_s = self._begun_s(forward_s, cuts)
         hopeful = self._rest.ends_s(after, cuts) + begun_s <= below_s * SLACK
+        if not hopeful.any():
+            return
         kept = choice == KEEP
         again_s = self._recomputed_s[cuts]
         again_s[kept] = self._saving.again_s(again_s[kept], room_left[kept])
@@ -199,6 +201,8 @@ class Mixed:
             (False, hopeful & alone & (~reserved_above | (choice == OFFLOAD))),
         ):
             some = np.flatnonzero(chosen)
+            if not some.size:
+                continue
             values = np.column_stack(
                 (
                     after[some],

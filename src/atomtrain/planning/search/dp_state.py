@@ -29,6 +29,8 @@ _COMPARED = 32
 """Rows that are compared with each other at once."""
 _AT_ONCE = 4
 """With how many rows all others are compared at once: most go with the first few."""
+_EARLIER = np.triu(np.ones((_COMPARED, _COMPARED), bool), 1)
+"""Which of the rows that are compared at once comes before which."""
 _LESS = 1 - 1e-12
 """Sums in another order differ by less; they are no difference."""
 
@@ -126,18 +128,30 @@ def undominated(values: Array) -> list[int]:
         return [0]
     values, less, low = values[:, differs], less[:, differs], low[differs]
     # What beats a row has no larger sum of shares than it; what beats many tends to come early.
-    with np.errstate(invalid="ignore"):  # where some are infinite
-        shares = np.nan_to_num((values - low) / np.ptp(values, axis=0))
-    left, kept = np.argsort(shares.sum(axis=1), kind="stable"), list[int]()
+    left, kept = np.argsort(_shares(values, low).sum(axis=1), kind="stable"), list[int]()
     while left.size:
         # Some of the first in order are compared with each other, and all others with the best of
         # these.
         first, left = left[:_COMPARED], left[_COMPARED:]
-        first = first[~np.triu(_beaten(values[first], less[first]), 1).any(axis=0)]
+        beaten = _beaten(values[first], less[first]) & _EARLIER[: first.size, : first.size]
+        first = first[~beaten.any(axis=0)]
         kept += first.tolist()
         for some in range(0, first.size, _AT_ONCE):
+            if not left.size:
+                break
             left = left[~_beaten(values[left], less[first[some : some + _AT_ONCE]]).any(axis=0)]
     return kept
+
+
+def _shares(values: Array, low: Array) -> Array:
+    """Return how far rows are above the lowest of each column, as shares of its range."""
+    shares: Array
+    if np.isfinite(values).all():  # mostly, and sooner done
+        shares = (values - low) / (values.max(axis=0) - low)
+    else:
+        with np.errstate(invalid="ignore"):
+            shares = np.nan_to_num((values - low) / np.ptp(values, axis=0))
+    return shares
 
 
 def _beaten(values: Array, less: Array) -> NDArray[np.bool_]:

@@ -106,6 +106,9 @@ def best_of(parts: list[Ways]) -> Ways:
     values = np.concatenate([part.values for part in parts])
     notes = np.concatenate([part.notes for part in parts])
     apart = 2 * notes[:, SEGMENTS] + notes[:, WINDOW]
+    if (apart == apart[0]).all():  # mostly
+        alike = undominated(values)
+        return Ways(values[alike], notes[alike])
     kept: list[int] = []
     for one in np.unique(apart):
         rows = np.flatnonzero(apart == one)
@@ -229,9 +232,12 @@ class Visits:
         """
         ahead_s, above_s = self._ahead_s[choices, starts, cut], values[:, ABOVE]
         later_s = np.maximum(ahead_s, above_s) if self._overlap else ahead_s + above_s
-        return_s = self.backward("offload").return_s[starts, cut]
-        lasting = Lasting.of(self.backward(), starts, cut)._replace(
+        back, return_s = self._backward, self._return_s[starts, cut]
+        lasting = Lasting(
             visit_s=self._back_s[1, choices, starts, cut],
+            loading_s=back.loading_s[starts, cut],
+            unload_s=back.unload_s[starts, cut],
+            update_s=back.update_s[starts, cut],
             return_s=np.where(choices == OFFLOAD, return_s, 0.0),
         )
         if self._overlap and below_turn.any():
@@ -245,6 +251,14 @@ class Visits:
 
     def _table(self, phase: Phase, activation: Activation, *, load: bool = True) -> VisitTable:
         return self._costing.table(phase, self._place, load=load, activation=activation)
+
+    @cached_property
+    def _backward(self) -> VisitTable:
+        return self.backward()
+
+    @cached_property
+    def _return_s(self) -> Array:
+        return self.backward("offload").return_s
 
     @cached_property
     def _ahead_s(self) -> Array:
