@@ -26,6 +26,7 @@ from atomtrain.training.config.recipe import check_norm, check_spending
 if TYPE_CHECKING:
     from atomtrain.planning.plan.machine import Machine
     from atomtrain.planning.plan.shape import Activation
+    from atomtrain.views.plans.pictured import Pictured
     from atomtrain.views.plans.subject import Place
 
 _ACTIVATIONS = ("recompute", "keep", "offload")
@@ -74,6 +75,9 @@ class PlanOptions:
     )
     context: int | None = option(
         None, "Tokens of a sequence. Default: the model's, at most 4096 from a file.", "N"
+    )
+    data: tuple[str, ...] = option(
+        (), "Rows with images, of which the largest are counted; as --data of atom train.", "FILES"
     )
     tokens_per_step: int | None = option(
         None, "Tokens of a step. Default: what lets compute cover the link.", "N"
@@ -197,6 +201,9 @@ def run(arguments: Sequence[str]) -> int:
         machine = _with_disk(place.machine, options.disk, again=options.profile_again)
         place = place._replace(machine=machine)
     model = subject(options.model, options.context, options.head_pieces)
+    if options.data:
+        pictured = _pictured(options, model.context_tokens)
+        model = dataclasses.replace(model, pictured=pictured, images_left_out=None)
     if options.lora is not None:
         model = model.with_adapters(parse_lora(options.lora))
     model = model.trained_with(
@@ -223,11 +230,8 @@ def run(arguments: Sequence[str]) -> int:
     report = make_report(model, setting, place.local)
     if warning := crowding_warning(place.crowded_share):
         sys.stderr.write(f"warning: {warning}\n")
-    if model.leaves_images_out:
-        sys.stderr.write(
-            "warning: images are not counted, since data decide how large they are; atom train "
-            "plans with the largest ones\n"
-        )
+    if model.images_left_out is not None:
+        sys.stderr.write(f"warning: images are not counted: {model.images_left_out}\n")
     if options.picture is not None:
         from atomtrain.views.plans.step import step_picture
 
@@ -282,6 +286,31 @@ def _place(options: PlanOptions) -> Place:
         host_bytes = budgets.get("host_memory_bytes", host(card.host).most_memory_bytes)
         place = Place(machine_for(card, host_bytes), card)
     return place._replace(machine=dataclasses.replace(machine or place.machine, **budgets))
+
+
+def _pictured(options: PlanOptions, context: int) -> Pictured:
+    """Return the micro-batches with the largest images of the data.
+
+    Raises:
+        ConfigError: the model is no folder of one that reads images.
+        DataError: the data cannot be read, or have no images.
+    """
+    from atomtrain.data.tokenizer import read_tokenizer
+    from atomtrain.models.hugging_face import is_hugging_face, model_folder, read_config
+    from atomtrain.training.setup.texts import read_text
+    from atomtrain.views.plans.pictured import Pictured
+
+    texts = "texts are planned by --context alone; leave --data out"
+    if not is_hugging_face(options.model):
+        raise ConfigError(f"{options.model} reads texts, and {texts}")
+    folder = model_folder(options.model, weights=False)
+    sizes = read_config(folder)
+    if not sizes.reads_images:
+        raise ConfigError(f"{options.model} reads texts, and {texts}")
+    text = read_text(options.data, sizes, read_tokenizer(folder))
+    if not text.sees_images:
+        raise ConfigError(f"{text.named} has no images, and {texts}")
+    return Pictured(lambda count: text.largest(context, count), f"the largest of {text.named}")
 
 
 def _with_disk(machine: Machine, text: str, *, again: bool) -> Machine:

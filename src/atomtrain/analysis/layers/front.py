@@ -25,6 +25,9 @@ from atomtrain.analysis.layers.micro_batch import Inputs, MicroBatch, Spec
 from atomtrain.errors import AnalysisError, ConfigError, reason_of
 
 NAME = "front"
+FREE_SHAPES = "free_shapes"
+"""An attribute of models: names of what forward takes in unlike shapes, though it could be exported
+with those of the example."""
 _FEATURES, _PLACES, _ADD = "deepstack_visual_embeds", "visual_pos_masks", "_deepstack_process"
 """Of models that add features to the hidden states of some layers: as many as there are places."""
 
@@ -82,11 +85,26 @@ class OwnCode(nn.Module):
         return language_of(self.model)
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        with unchanged(self.base):
+        with unchanged(self.base), self._own_weights():
             if not any(isinstance(value, FakeTensor) for value in values):
                 return self.made(values)
-            with known_data(zip(values, self.example, strict=False)):
+            with known_data(zip(values, self.example, strict=False)), _same_buffers(self):
                 return self.made(values)
+
+    def hold_own(self) -> None:
+        """Hold the weights that what is around the language model has beside its modules."""
+        for name, own in self.base.named_parameters(recurse=False):
+            self.register_parameter(name, own)
+
+    @contextmanager
+    def _own_weights(self) -> Iterator[None]:
+        """Have such weights be where the model looks for them, as they are now."""
+        before = dict(self.base._parameters)
+        self.base._parameters.update(self._parameters)
+        try:
+            yield
+        finally:
+            self.base._parameters.update(before)
 
     def made(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the tensors that the language model is given and the micro-batch does not have.
@@ -189,10 +207,27 @@ class Front(OwnCode):
         for name, child in self.base.named_children():
             if child is not self.language:
                 self.add_module(name, child)
+        self.hold_own()
         self.input_embeddings = self.model.get_input_embeddings()
+        self._modes = {name: module.training for name, module in self.named_modules()}
         self.run_without_data()
         made = [f"{NAME}/{index}" for index in range(len(self.found.specs))]
         self.layer: Layer = Layer(NAME, self, tuple(inputs.tensor_names), tuple(made))
+
+    def check_modes(self) -> None:
+        """Refuse modules in another mode than when they were measured: dropout would draw, running
+        statistics would change, and nobody counts on it.
+
+        Raises:
+            ConfigError: one is; names it.
+        """
+        for name, module in self.named_modules():
+            if name and module.training != self._modes[name]:
+                was = self._modes[name]
+                raise ConfigError(
+                    f"{name} was swapped with training={was} and has training={module.training} "
+                    f"now; call its train({was}), or swap the model again"
+                )
 
 
 class Rest:
@@ -288,6 +323,20 @@ def instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Itera
             del own[name]
         else:
             own[name] = before
+
+
+@contextmanager
+def _same_buffers(model: nn.Module) -> Iterator[None]:
+    """Refuse forward to put another tensor in the place of a buffer: it would be lost."""
+    before = [dict(module._buffers) for module in model.modules()]
+    yield
+    for module, known in zip(model.modules(), before, strict=True):
+        for name, buffer in module._buffers.items():
+            if buffer is not known[name]:
+                raise AnalysisError(
+                    f"forward replaces the buffer {name!r} of {type(module).__name__}; change it in "
+                    "place, such as with copy_"
+                )
 
 
 @contextmanager
