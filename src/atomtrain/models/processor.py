@@ -68,6 +68,7 @@ class Processor:
         kind = KINDS[sizes.config["model_type"]]
         self.types, self.alike = kind.types, kind.alike
         self._by_area = kind.by_area
+        self._as_arrays = kind.feature is not None  # it asks for them
         self.image_token: str = self._made.image_token
         """What stands for an image in a text."""
         self.image_number: int = _feature_of(self._made, kind.feature)
@@ -99,6 +100,7 @@ class Processor:
                 found = self._made(
                     text=[text],
                     images=list(pictures),
+                    images_kwargs={"return_tensors": "np"} if self._as_arrays else {},
                     add_special_tokens=special,
                     return_offsets_mapping=True,
                     return_text_replacement_offsets=True,

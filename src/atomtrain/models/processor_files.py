@@ -16,9 +16,9 @@ _OF_TEXT = {
 _OF_IMAGES = {
     "crop_size", "crop_to_patches", "default_to_square", "do_center_crop", "do_convert_rgb",
     "do_image_splitting", "do_normalize", "do_pad", "do_pan_and_scan", "do_rescale", "do_resize",
-    "image_grid_pinpoints", "image_mean", "image_processor_type", "image_seq_length", "image_std", "max_image_size",
-    "max_patches", "max_pixels", "merge_size", "min_patches", "min_pixels", "pad_size",
-    "patch_size", "resample", "rescale_factor", "size", "temporal_patch_size",
+    "image_grid_pinpoints", "image_mean", "image_processor_type", "image_seq_length", "image_std",
+    "max_image_size", "max_patches", "max_pixels", "merge_size", "min_patches", "min_pixels",
+    "pad_size", "patch_size", "resample", "rescale_factor", "size", "temporal_patch_size",
     "use_covering_area_grid",
 }  # fmt: skip
 _AREAS = {"max_pixels", "min_pixels", "size"}

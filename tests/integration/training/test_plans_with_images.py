@@ -92,7 +92,7 @@ def test_a_step_needs_at_most_what_was_predicted_for_it(
     counted = planned(capsys, context, "--data", "data/chats.jsonl")
     assert counted["images"] == "the largest of data/chats.jsonl"
     names = ("forward_flops_per_micro_batch", "backward_flops_per_micro_batch")
-    assert [counted["analysis"][name] for name in names] == [sum(each) for each in zip(*flops)]
+    assert [counted["analysis"][name] for name in names] == [sum(each) for each in zip(*flops, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])

@@ -30,6 +30,8 @@ FREE_SHAPES = "free_shapes"
 with those of the example."""
 _FEATURES, _PLACES, _ADD = "deepstack_visual_embeds", "visual_pos_masks", "_deepstack_process"
 """Of models that add features to the hidden states of some layers: as many as there are places."""
+_HOOKED = "_output_capturing_hooks_installed"
+"""Says of transformers' models that their modules have hooks, which stay: they would come twice."""
 
 
 class _ReachedError(Exception):
@@ -334,8 +336,8 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items():
             if buffer is not known[name]:
                 raise AnalysisError(
-                    f"forward replaces the buffer {name!r} of {type(module).__name__}; change it in "
-                    "place, such as with copy_"
+                    f"forward replaces the buffer {name!r} of {type(module).__name__}; change it "
+                    "in place, such as with copy_"
                 )
 
 
@@ -350,7 +352,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for own, known in before:
-            for name in [name for name in own if name not in known]:
+            for name in [name for name in own if name not in known and name != _HOOKED]:
                 del own[name]
             own.update(known)
 

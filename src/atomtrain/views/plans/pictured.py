@@ -5,6 +5,7 @@ Where a model's own code reads images their data decide what it does, so they ar
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -58,7 +59,7 @@ def assumed_picture(sizes: HuggingFaceConfig, folder: Path, context: int) -> Pic
         seen = _seen(processor, side)
         if seen is not None and len(seen.tokens) <= context:
             said = f"one of {side} x {side} pixels in each sequence; --data counts those of data"
-            return Pictured(lambda count: _batch(processor, seen, context, count), said)
+            return Pictured(functools.partial(_batch, processor, seen, context), said)
     raise ConfigError(
         f"a picture of {_SIDES[-1]} x {_SIDES[-1]} pixels has more than {context} tokens; raise "
         "--context"
