@@ -35,14 +35,34 @@ def known_data(known: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 class _ReadNumbers(TorchFunctionMode):
-    """Reads tensors of which a new one is made; they are read past all operations otherwise."""
+    """Reads tensors of which a new one is made; they are read past all operations otherwise.
+
+    Masks that select become the places that they mark: backward selects too, when nothing is known.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.tensor:
             args = tree_map(lambda v: v.tolist() if isinstance(v, FakeTensor) else v, args)
+        if func in _SELECTING:
+            args = (args[0], _places(args[1]), *args[2:])
         return func(*args, **(kwargs or {}))
+
+
+_SELECTING = (Tensor.__getitem__, Tensor.__setitem__)
+
+
+def _places(index: Any) -> Any:
+    """Return what selects the same without masks."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(part, FakeTensor) and part.dtype == torch.bool for part in parts):
+        return index
+    found: list[Any] = []
+    for part in parts:
+        mask = isinstance(part, FakeTensor) and part.dtype == torch.bool
+        found += part.nonzero(as_tuple=True) if mask else (part,)
+    return tuple(found)
 
 
 class _KnownData(TorchDispatchMode):
