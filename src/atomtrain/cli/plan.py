@@ -202,7 +202,7 @@ def run(arguments: Sequence[str]) -> int:
         place = place._replace(machine=machine)
     model = subject(options.model, options.context, options.head_pieces)
     if options.data:
-        pictured = _pictured(options, model.context_tokens)
+        pictured = pictured_in(options.model, options.data, model.context_tokens)
         model = dataclasses.replace(model, pictured=pictured, images_left_out=None)
     if options.lora is not None:
         model = model.with_adapters(parse_lora(options.lora))
@@ -288,8 +288,8 @@ def _place(options: PlanOptions) -> Place:
     return place._replace(machine=dataclasses.replace(machine or place.machine, **budgets))
 
 
-def _pictured(options: PlanOptions, context: int) -> Pictured:
-    """Return the micro-batches with the largest images of the data.
+def pictured_in(name: str, data: Sequence[str], context: int) -> Pictured:
+    """Return micro-batches with the largest images of data, for the model of a name.
 
     Raises:
         ConfigError: the model is no folder of one that reads images.
@@ -301,13 +301,13 @@ def _pictured(options: PlanOptions, context: int) -> Pictured:
     from atomtrain.views.plans.pictured import Pictured
 
     texts = "texts are planned by --context alone; leave --data out"
-    if not is_hugging_face(options.model):
-        raise ConfigError(f"{options.model} reads texts, and {texts}")
-    folder = model_folder(options.model, weights=False)
+    if not is_hugging_face(name):
+        raise ConfigError(f"{name} reads texts, and {texts}")
+    folder = model_folder(name, weights=False)
     sizes = read_config(folder)
     if not sizes.reads_images:
-        raise ConfigError(f"{options.model} reads texts, and {texts}")
-    text = read_text(options.data, sizes, read_tokenizer(folder))
+        raise ConfigError(f"{name} reads texts, and {texts}")
+    text = read_text(data, sizes, read_tokenizer(folder))
     if not text.sees_images:
         raise ConfigError(f"{text.named} has no images, and {texts}")
     return Pictured(lambda count: text.largest(context, count), f"the largest of {text.named}")

@@ -5,8 +5,9 @@ only its own: those before give what they gave in an earlier layer, and at the f
 the layer ends. What is between such modules is run again in each layer; it has no weights and
 draws no random numbers.
 
-What a module returns may have other shapes in every micro-batch. So such a value travels flat, and
-beside it how much smaller its sides are than in the example.
+What a module returns may have other shapes in every micro-batch. So such a value travels flat, with
+zeros behind it up to the size that it has in the example, so that it takes the same memory in each,
+and beside it how much smaller its sides are.
 """
 
 from __future__ import annotations
@@ -228,11 +229,12 @@ class _Run:
         known = [(len(spec.shape), spec.dtype) for spec in call.specs]
         if skeleton != call.skeleton or [(t.dim(), t.dtype) for t in tensors] != known:
             raise unlike()
-        pairs = zip(call.specs, tensors, strict=True)
+        pairs = list(zip(call.specs, tensors, strict=True))
         self.less.append([a - b for s, t in pairs for a, b in zip(s.shape, t.shape, strict=True)])
         if travels:
             self._made[index] = [
-                _flat(tensor, order) for tensor, order in zip(tensors, call.orders, strict=True)
+                _flat(tensor, order, math.prod(spec.shape))
+                for (spec, tensor), order in zip(pairs, call.orders, strict=True)
             ]
 
     def travelling(self, written: Sequence[int]) -> tuple[Tensor, ...]:
@@ -249,11 +251,12 @@ def unlike() -> ConfigError:
     )
 
 
-def _flat(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """Return a copy of a tensor as it lies in memory: what follows may write to the tensor."""
-    return tensor.permute(*order).clone(memory_format=torch.contiguous_format).view(-1)
+def _flat(tensor: Tensor, order: Sequence[int], size: int) -> Tensor:
+    """Return a copy of a tensor as it lies in memory, with zeros behind it."""
+    flat = tensor.permute(*order).reshape(-1)
+    return nn.functional.pad(flat, (0, max(0, size - len(flat))))
 
 
 def _unfolded(flat: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
-    tensor = flat.view([shape[side] for side in order])
+    tensor = flat[: math.prod(shape)].view([shape[side] for side in order])
     return tensor.permute(*(order.index(side) for side in range(len(order))))

@@ -30,7 +30,8 @@ def known_data(known: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
     Args:
         known: Fake tensors with their data, which are on the processor.
     """
-    with _KnownData(known), _ReadNumbers():
+    data = _KnownData(known)
+    with data, _ReadNumbers(data):
         yield
 
 
@@ -40,29 +41,21 @@ class _ReadNumbers(TorchFunctionMode):
     Masks that select become the places that they mark: backward selects too, when nothing is known.
     """
 
+    def __init__(self, data: _KnownData) -> None:
+        super().__init__()
+        self._known = data
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.tensor:
             args = tree_map(lambda v: v.tolist() if isinstance(v, FakeTensor) else v, args)
         if func in _SELECTING:
-            args = (args[0], _places(args[1]), *args[2:])
+            args = (args[0], self._known.places(*args[:2]), *args[2:])
         return func(*args, **(kwargs or {}))
 
 
 _SELECTING = (Tensor.__getitem__, Tensor.__setitem__)
-
-
-def _places(index: Any) -> Any:
-    """Return what selects the same without masks."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if not any(isinstance(part, FakeTensor) and part.dtype == torch.bool for part in parts):
-        return index
-    found: list[Any] = []
-    for part in parts:
-        mask = isinstance(part, FakeTensor) and part.dtype == torch.bool
-        found += part.nonzero(as_tuple=True) if mask else (part,)
-    return tuple(found)
 
 
 class _KnownData(TorchDispatchMode):
@@ -86,6 +79,28 @@ class _KnownData(TorchDispatchMode):
                     if isinstance(tensor, Tensor) and tensor in self._data:
                         self._forget(tensor)
         return func(*args, **kwargs)
+
+    def places(self, selected: Any, index: Any) -> Any:
+        """Return what selects the same of a tensor without data, with places in place of masks.
+
+        They lie in as much memory as the masks, of which backward keeps as much.
+        """
+        parts = index if isinstance(index, tuple) else (index,)
+        if selected in self._data or not any(map(self._is_mask, parts)):
+            return index
+        found: list[Any] = []
+        for part in parts:
+            if not self._is_mask(part):
+                found.append(part)
+                continue
+            count = int(self._data[part].count_nonzero())
+            wanted = 8 * count * part.dim()
+            memory = torch.empty(max(wanted, part.nbytes), dtype=torch.uint8, device=part.device)
+            found += memory[:wanted].view(torch.int64).view(part.dim(), count)
+        return tuple(found)
+
+    def _is_mask(self, part: Any) -> bool:
+        return isinstance(part, FakeTensor) and part.dtype == torch.bool and part in self._data
 
     def _forget(self, tensor: Tensor) -> None:
         """Take away the data of a tensor, and of all that share their memory."""

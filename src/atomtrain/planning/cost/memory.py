@@ -262,6 +262,8 @@ class MemoryModel:
                 needed.update(self._chain.reads(start, stop))
             elif how == "offload":
                 offloaded += self.saved.of(start, stop).sent_bytes
+        if shape.boundary == "device":
+            needed |= self._skipping(shape)
         needed.difference_update(self._chain.inputs)
         passing = 0
         if shape.boundary == "host":
@@ -271,6 +273,18 @@ class MemoryModel:
         more = shape.segments > 2
         waiting_bytes = self._bytes(needed) + offloaded + 2 * passing
         return self.micro_batches * waiting_bytes + passing * more
+
+    def _skipping(self, shape: Shape) -> set[str]:
+        """Return values that a visit hands on, but not to the next one: they wait on the host even
+        where others wait on the device."""
+        visits = (v for v in training_visits(shape) if v.phase is not Phase.BACKWARD)
+        upwards = [visit.layers for visit in visits]
+        read = [set(self._chain.reads(*layers)) for layers in upwards]
+        found: set[str] = set()
+        for index, layers in enumerate(upwards):
+            beyond = set[str]().union(*read[index + 2 :])
+            found |= beyond.intersection(self._chain.writes(*layers))
+        return found
 
     def _buffers_bytes(self) -> int:
         unique: dict[int, int] = {}
