@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from atomtrain.planning.plan.machine import Machine
     from atomtrain.planning.plan.shape import Activation
     from atomtrain.views.plans.pictured import Pictured
-    from atomtrain.views.plans.subject import Place
+    from atomtrain.views.plans.subject import Place, Subject
 
 _ACTIVATIONS = ("recompute", "keep", "offload")
 _EXAMPLES = """\
@@ -179,7 +179,6 @@ def run(arguments: Sequence[str]) -> int:
     with leaving_at_once():
         from atomtrain.engine.calibration.profiling import crowding_warning
         from atomtrain.files import require_writable
-        from atomtrain.models.lora_config import parse_lora
         from atomtrain.planning.advice import Setting
         from atomtrain.planning.plan.machine import save_machine
         from atomtrain.planning.search.batch_search import Workload
@@ -189,7 +188,6 @@ def run(arguments: Sequence[str]) -> int:
             precision_of,
         )
         from atomtrain.views.plans.report import make_report
-        from atomtrain.views.plans.subject import subject
         from atomtrain.views.plans.table import caption, plan_text
 
     # What can be refused is refused before the model is analysed.
@@ -200,13 +198,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.disk is not None:
         machine = _with_disk(place.machine, options.disk, again=options.profile_again)
         place = place._replace(machine=machine)
-    model = subject(options.model, options.context, options.head_pieces)
-    if options.data:
-        pictured = pictured_in(options.model, options.data, model.context_tokens)
-        model = dataclasses.replace(model, pictured=pictured, images_left_out=None)
-    if options.lora is not None:
-        model = model.with_adapters(parse_lora(options.lora))
-    model = model.trained_with(
+    model = _subject(options).trained_with(
         lambda owned: named_optimizer(owned, options.optimizer, options.precision),
         precision_of(options.precision),
         gradient_dtype_of(options.gradient_dtype),
@@ -286,6 +278,20 @@ def _place(options: PlanOptions) -> Place:
         host_bytes = budgets.get("host_memory_bytes", host(card.host).most_memory_bytes)
         place = Place(machine_for(card, host_bytes), card)
     return place._replace(machine=dataclasses.replace(machine or place.machine, **budgets))
+
+
+def _subject(options: PlanOptions) -> Subject:
+    """Return the model that the options name, with its images and adapters."""
+    from atomtrain.models.lora_config import parse_lora
+    from atomtrain.views.plans.subject import subject
+
+    model = subject(options.model, options.context, options.head_pieces)
+    if options.data:
+        pictured = pictured_in(options.model, options.data, model.context_tokens)
+        model = dataclasses.replace(model, pictured=pictured, images_left_out=None)
+    if options.lora is not None:
+        model = model.with_adapters(parse_lora(options.lora))
+    return model
 
 
 def pictured_in(name: str, data: Sequence[str], context: int) -> Pictured:

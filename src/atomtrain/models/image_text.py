@@ -90,7 +90,7 @@ def freeze_tower(model: nn.Module) -> None:
 
 
 def pixels_of(outline: Any, images: int) -> Tensor:
-    """Return so many images as the model takes them, `[images, C, H, W]` float32 on the meta device.
+    """Return so many images as the model takes them, `[images, C, H, W]` on the meta device.
 
     Raises:
         ConfigError: its configuration does not say of which size.

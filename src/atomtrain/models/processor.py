@@ -326,8 +326,8 @@ def _check_tiles(images: Any, size: Mapping[str, Any]) -> None:
     most = max(getattr(images, "max_patches", None) or 1, -(-max(grids, default=1) // side**2))
     if most > _MOST_TILES**2 or (most > 1 and most * side**2 > MOST_RESIZED_PIXELS):
         raise ConfigError(
-            f"the model's processor makes up to {most} tiles of {side} x {side} pixels of an image, "
-            f"which is too much; correct max_patches, image_grid_pinpoints and size in "
+            f"the model's processor makes up to {most} tiles of {side} x {side} pixels of an "
+            "image, which is too much; correct max_patches, image_grid_pinpoints and size in "
             f"{PREPROCESSOR_FILE}"
         )
 

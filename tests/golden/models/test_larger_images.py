@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import atomtrain
 from atomtrain.errors import ConfigError, PlanError
 from tests.golden.models.test_any_model import adamw, loss_in
+from tests.golden.models.test_front_parts import least_kib
 from tests.support import vision_models
 from tests.support.any_models import Case
 from tests.support.engine_models import swap
@@ -130,15 +131,10 @@ def test_trainer_takes_images_of_three_sizes(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_told_and_smaller_images_go_on() -> None:
     (small,), _, (large,), _ = steps()
-    with swap(vision_models.qwen2_5_vl().model, small) as engine:
-        needed = []
-        for batch in (small, large):
-            engine.step([batch])
-            assert engine.last is not None
-            needed.append(engine.last.device_peak_bytes)
     model, _ = vision_models.qwen2_5_vl()
-    reference, budget = twin(model), sum(needed) // 2
-    with swap(model, small, memory=budget, optimizer=adamw) as engine:
+    reference = twin(model)
+    least = [least_kib(Case(model, lambda batch=batch: batch)) for batch in (small, large)]
+    with swap(model, small, memory=f"{sum(least) // 2}KiB", optimizer=adamw) as engine:
         with pytest.raises(PlanError):
             engine.step([large])
         resident = adamw(reference.parameters())

@@ -96,6 +96,7 @@ class _KnownData(TorchDispatchMode):
             count = int(self._data[part].count_nonzero())
             wanted = 8 * count * part.dim()
             memory = torch.empty(max(wanted, part.nbytes), dtype=torch.uint8, device=part.device)
+            self._forget(memory)  # parts of what is known have memory of their own
             found += memory[:wanted].view(torch.int64).view(part.dim(), count)
         return tuple(found)
 
