@@ -9,9 +9,9 @@ exported as with any other model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,14 @@ class Found(NamedTuple):
     """What the model around the language model returns."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Around:
+    """What is around the language model that `base` holds."""
+
+    base: nn.Module
+    modules: list[nn.Module]
+
+
 class OwnCode(nn.Module):
     """Runs a model's own forward up to its language model, on a micro-batch as it is."""
 
@@ -63,6 +71,7 @@ class OwnCode(nn.Module):
         super().__init__()
         self._model, self.inputs, self.example = Aside(model), inputs, list(example)
         self._found: Found | None = None
+        self._known_around: _Around | None = None
 
     @property
     def model(self) -> Any:
@@ -87,11 +96,20 @@ class OwnCode(nn.Module):
         return language_of(self.model)
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        with unchanged(self.base), self._own_weights():
+        with unchanged(self._around()), self._own_weights():
             if not any(isinstance(value, FakeTensor) for value in values):
                 return self.made(values)
             with known_data(zip(values, self.example, strict=False)), _same_buffers(self):
                 return self.made(values)
+
+    def _around(self) -> list[nn.Module]:
+        """Return what may run: looking for it takes as long as some of it."""
+        base = self.base
+        if self._known_around is None or self._known_around.base is not base:
+            within = {id(module) for module in self.language.modules()}
+            around = [module for module in base.modules() if id(module) not in within]
+            self._known_around = _Around(base, around)
+        return self._known_around.modules
 
     def hold_own(self) -> None:
         """Hold the weights that what is around the language model has beside its modules."""
@@ -342,12 +360,12 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Give modules the attributes back that they have now.
 
     Those set meanwhile may have no data, or be of a micro-batch and mislead who generates next.
     """
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    before = [(vars(module), dict(vars(module))) for module in modules]
     try:
         yield
     finally:

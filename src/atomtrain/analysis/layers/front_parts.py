@@ -149,17 +149,22 @@ class Part(OwnCode):
     @contextmanager
     def _other_weights(self, device: torch.device) -> Iterator[None]:
         """Have the weights of other parts be on the device: code asks for their place and type."""
-        before = []
         absent = [self.base.get_submodule(path).modules() for path in self._absent]
-        for modules in [*absent, *([] if self.last else [[self.base]])]:
-            for module in modules:
-                for name, own in module._parameters.items():
-                    if own is not None:
-                        before.append((module._parameters, name, own))
+        beside = [] if self.last else [self.base]
+        before = [
+            (module._parameters, name, own)
+            for module in itertools.chain(*absent, beside)
+            for name, own in module._parameters.items()
+            if own is not None
+        ]
+        zeros = {
+            dtype: torch.zeros((), dtype=dtype, device=device)
+            for dtype in {own.dtype for _, _, own in before}
+        }
         holders: Any
         try:
             for holders, name, own in before:
-                holders[name] = torch.zeros((), dtype=own.dtype, device=device).expand(own.shape)
+                holders[name] = zeros[own.dtype].expand(own.shape)
             yield
         finally:
             for holders, name, own in before:
