@@ -40,11 +40,15 @@ class Family(NamedTuple):
     """Special tokens by the names that the processor asks for."""
     special: tuple[str, ...] = ()
     """Further special tokens."""
+    settings: dict[str, Any] = {"image_seq_len": vision_models.FEATURES}  # noqa: RUF012
+    """Of a processor that is made of the two; who does not ask leaves them."""
+
+
+_SIZE = {"size": {"shortest_edge": 64, "longest_edge": 1024}}
 
 
 def _patches() -> Any:
-    size = {"shortest_edge": 64, "longest_edge": 1024}
-    return hf.Qwen2VLImageProcessorPil(size=size, patch_size=vision_models.PATCH)
+    return hf.Qwen2VLImageProcessorPil(**_SIZE, patch_size=vision_models.PATCH)
 
 
 _QWEN_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -66,6 +70,49 @@ _TILE_TOKENS = (
 )  # fmt: skip
 
 
+_GLM_TOKENS = (
+    "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
+    "<|end_of_video|>",
+)  # fmt: skip
+_SQUARE = {"height": SIDE, "width": SIDE}
+_CROPS: dict[str, Any] = {"size": _SQUARE, "max_patches": 4}
+_AYA_TOKENS = (
+    "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>",
+    "TILE_GLOBAL", *(f"TILE_{number}" for number in range(1, 5)),
+)  # fmt: skip
+_OVIS_TOKENS = (
+    "<image>", "<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>",
+)  # fmt: skip
+
+
+def _anyres() -> Any:
+    size = {"shortest_edge": SIDE}
+    return hf.LlavaNextImageProcessorPil(
+        size=size, crop_size=_SQUARE, image_grid_pinpoints=vision_models.GRIDS
+    )
+
+
+def _llava_next(images: Any, tokens: Any) -> Any:
+    return hf.LlavaNextProcessor(
+        images, tokens, patch_size=vision_models.PATCH, num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+    )  # fmt: skip
+
+
+def _crops() -> Any:
+    return hf.GotOcr2ImageProcessorPil(**_CROPS)
+
+
+def _aya(images: Any, tokens: Any) -> Any:
+    return hf.AyaVisionProcessor(
+        images, tokens, patch_size=vision_models.PATCH, img_size=SIDE, downsample_factor=2
+    )
+
+
+def _ovis(images: Any, tokens: Any) -> Any:
+    return hf.Ovis2Processor(images, tokens, image_seq_length=vision_models.FEATURES)
+
+
 FAMILIES = {
     "qwen2_5_vl": Family(
         hf.Qwen2_5_VLForConditionalGeneration, vision_models.qwen2_5_vl_config, _QWEN,
@@ -78,6 +125,33 @@ FAMILIES = {
     "qwen3_vl_moe": Family(
         hf.Qwen3VLMoeForConditionalGeneration, vision_models.qwen3_vl_moe_config, _QWEN,
         "<|image_pad|>", _patches, special=_QWEN_TOKENS,
+    ),
+    "glm4v": Family(
+        hf.Glm4vForConditionalGeneration, vision_models.glm4v_config,
+        "<|begin_of_image|><|image|><|end_of_image|>", "<|image|>",
+        lambda: hf.Glm4vImageProcessorPil(**_SIZE, patch_size=vision_models.PATCH),
+        special=_GLM_TOKENS,
+    ),
+    "llava_next": Family(
+        hf.LlavaNextForConditionalGeneration, vision_models.llava_next_config, "<image>", "<image>",
+        _anyres, _llava_next, special=("<image>",),
+    ),
+    "internvl": Family(
+        hf.InternVLForConditionalGeneration, vision_models.internvl_config, "<IMG_CONTEXT>",
+        "<IMG_CONTEXT>", _crops, extra={
+            "start_image_token": "<img>", "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>",
+        },
+        settings={"image_seq_length": vision_models.FEATURES},
+    ),
+    "aya_vision": Family(
+        hf.AyaVisionForConditionalGeneration, vision_models.aya_vision_config, "<image>",
+        "<|IMG_PATCH|>", _crops, _aya, special=_AYA_TOKENS,
+    ),
+    "ovis2": Family(
+        hf.Ovis2ForConditionalGeneration, vision_models.ovis2_config, "<image>", "<IMG_ATOM>",
+        lambda: hf.Ovis2ImageProcessorPil(**_CROPS, crop_to_patches=True), _ovis,
+        special=_OVIS_TOKENS,
     ),
     "gemma3": Family(
         hf.Gemma3ForConditionalGeneration, vision_models.gemma3_config, "<start_of_image>",
@@ -115,8 +189,7 @@ def write_vision(folder: Path, name: str) -> None:
     images = family.images()
     if family.processor is None:
         images.save_pretrained(folder)
-        settings = {"image_seq_len": vision_models.FEATURES}  # who does not ask leaves it
-        (folder / "processor_config.json").write_text(json.dumps(settings))
+        (folder / "processor_config.json").write_text(json.dumps(family.settings))
     else:
         family.processor(images, tokens).save_pretrained(folder)
     template = _TEMPLATE.replace("IMAGE", family.image)

@@ -31,6 +31,8 @@ _PATCHED: dict[str, Any] = {
     "depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": PATCH, "intermediate_size": 48,
     "out_hidden_size": 32,
 }  # fmt: skip
+GRIDS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
+"""Sizes that LLaVA-NeXT cuts into tiles."""
 FEATURES = 4
 """Of an image of `SIDE`, with every model but those that cut images into patches by size."""
 
@@ -68,6 +70,48 @@ def qwen3_vl_moe_config(image: int = IMAGE, **text: Any) -> Any:
     return hf.Qwen3VLMoeConfig(
         text_config={**TEXT, "head_dim": 8, "rope_parameters": _ROPE, **experts, **text},
         image_token_id=image, vision_config=vision,
+    )  # fmt: skip
+
+
+def glm4v_config(image: int = IMAGE, **text: Any) -> Any:
+    vision = {**_PATCHED, "image_size": SIDE}
+    rope = {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+    return hf.Glm4vConfig(
+        text_config={**TEXT, "rope_parameters": rope, **text}, image_token_id=image,
+        vision_config=vision,
+    )  # fmt: skip
+
+
+def llava_next_config(image: int = IMAGE, **text: Any) -> Any:
+    return hf.LlavaNextConfig(
+        text_config={"model_type": "llama", **TEXT, **text}, image_token_index=image,
+        vision_config={"model_type": "clip_vision_model", **VISION}, vision_feature_layer=-2,
+        image_grid_pinpoints=GRIDS,
+    )  # fmt: skip
+
+
+def internvl_config(image: int = IMAGE, **text: Any) -> Any:
+    return hf.InternVLConfig(
+        text_config={"model_type": "qwen2", **TEXT, **text}, vision_config=VISION,
+        image_token_id=image, image_seq_length=FEATURES, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def aya_vision_config(image: int = IMAGE, **text: Any) -> Any:
+    vision = {"model_type": "siglip_vision_model", **VISION, "vision_use_head": False}
+    return hf.AyaVisionConfig(
+        text_config={"model_type": "cohere2", **TEXT, "sliding_window": 8, **text},
+        vision_config=vision, image_token_index=image,
+    )  # fmt: skip
+
+
+def ovis2_config(image: int = IMAGE, **text: Any) -> Any:
+    sizes = {**TEXT, **text}
+    vision = {**VISION, "vocab_size": 40, "hidden_stride": 2}
+    return hf.Ovis2Config(
+        text_config={"model_type": "qwen2", **sizes}, vision_config=vision, image_token_id=image,
+        visual_indicator_token_ids=list(range(image + 1, image + 6)),
+        vocab_size=sizes["vocab_size"], hidden_size=sizes["hidden_size"], tie_word_embeddings=False,
     )  # fmt: skip
 
 

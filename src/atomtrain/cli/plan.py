@@ -26,7 +26,8 @@ from atomtrain.training.config.recipe import check_norm, check_spending
 if TYPE_CHECKING:
     from atomtrain.planning.plan.machine import Machine
     from atomtrain.planning.plan.shape import Activation
-    from atomtrain.views.plans.subject import Place
+    from atomtrain.views.plans.pictured import Pictured
+    from atomtrain.views.plans.subject import Place, Subject
 
 _ACTIVATIONS = ("recompute", "keep", "offload")
 _EXAMPLES = """\
@@ -74,6 +75,9 @@ class PlanOptions:
     )
     context: int | None = option(
         None, "Tokens of a sequence. Default: the model's, at most 4096 from a file.", "N"
+    )
+    data: tuple[str, ...] = option(
+        (), "Rows with images, of which the largest are counted; as --data of atom train.", "FILES"
     )
     tokens_per_step: int | None = option(
         None, "Tokens of a step. Default: what lets compute cover the link.", "N"
@@ -175,7 +179,6 @@ def run(arguments: Sequence[str]) -> int:
     with leaving_at_once():
         from atomtrain.engine.calibration.profiling import crowding_warning
         from atomtrain.files import require_writable
-        from atomtrain.models.lora_config import parse_lora
         from atomtrain.planning.advice import Setting
         from atomtrain.planning.plan.machine import save_machine
         from atomtrain.planning.search.batch_search import Workload
@@ -185,7 +188,6 @@ def run(arguments: Sequence[str]) -> int:
             precision_of,
         )
         from atomtrain.views.plans.report import make_report
-        from atomtrain.views.plans.subject import subject
         from atomtrain.views.plans.table import caption, plan_text
 
     # What can be refused is refused before the model is analysed.
@@ -196,10 +198,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.disk is not None:
         machine = _with_disk(place.machine, options.disk, again=options.profile_again)
         place = place._replace(machine=machine)
-    model = subject(options.model, options.context, options.head_pieces)
-    if options.lora is not None:
-        model = model.with_adapters(parse_lora(options.lora))
-    model = model.trained_with(
+    model = _subject(options).trained_with(
         lambda owned: named_optimizer(owned, options.optimizer, options.precision),
         precision_of(options.precision),
         gradient_dtype_of(options.gradient_dtype),
@@ -223,11 +222,8 @@ def run(arguments: Sequence[str]) -> int:
     report = make_report(model, setting, place.local)
     if warning := crowding_warning(place.crowded_share):
         sys.stderr.write(f"warning: {warning}\n")
-    if model.leaves_images_out:
-        sys.stderr.write(
-            "warning: images are not counted, since data decide how large they are; atom train "
-            "plans with the largest ones\n"
-        )
+    if model.images_left_out is not None:
+        sys.stderr.write(f"warning: images are not counted: {model.images_left_out}\n")
     if options.picture is not None:
         from atomtrain.views.plans.step import step_picture
 
@@ -282,6 +278,45 @@ def _place(options: PlanOptions) -> Place:
         host_bytes = budgets.get("host_memory_bytes", host(card.host).most_memory_bytes)
         place = Place(machine_for(card, host_bytes), card)
     return place._replace(machine=dataclasses.replace(machine or place.machine, **budgets))
+
+
+def _subject(options: PlanOptions) -> Subject:
+    """Return the model that the options name, with its images and adapters."""
+    from atomtrain.models.lora_config import parse_lora
+    from atomtrain.views.plans.subject import subject
+
+    model = subject(options.model, options.context, options.head_pieces)
+    if options.data:
+        pictured = pictured_in(options.model, options.data, model.context_tokens)
+        model = dataclasses.replace(model, pictured=pictured, images_left_out=None)
+    if options.lora is not None:
+        model = model.with_adapters(parse_lora(options.lora))
+    return model
+
+
+def pictured_in(name: str, data: Sequence[str], context: int) -> Pictured:
+    """Return micro-batches with the largest images of data, for the model of a name.
+
+    Raises:
+        ConfigError: the model is no folder of one that reads images.
+        DataError: the data cannot be read, or have no images.
+    """
+    from atomtrain.data.tokenizer import read_tokenizer
+    from atomtrain.models.hugging_face import is_hugging_face, model_folder, read_config
+    from atomtrain.training.setup.texts import read_text
+    from atomtrain.views.plans.pictured import Pictured
+
+    texts = "texts are planned by --context alone; leave --data out"
+    if not is_hugging_face(name):
+        raise ConfigError(f"{name} reads texts, and {texts}")
+    folder = model_folder(name, weights=False)
+    sizes = read_config(folder)
+    if not sizes.reads_images:
+        raise ConfigError(f"{name} reads texts, and {texts}")
+    text = read_text(data, sizes, read_tokenizer(folder))
+    if not text.sees_images:
+        raise ConfigError(f"{text.named} has no images, and {texts}")
+    return Pictured(lambda count: text.largest(context, count), f"the largest of {text.named}")
 
 
 def _with_disk(machine: Machine, text: str, *, again: bool) -> Machine:

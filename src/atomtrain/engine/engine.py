@@ -133,7 +133,7 @@ class Engine:
         Raises:
             ConfigError: no micro-batch, or one that lacks an input or has another shape.
             DeviceMemoryError: a micro-batch larger than the example exceeded the budget.
-            PlanError: more micro-batches than before, and no plan for them fits.
+            PlanError: more micro-batches or larger images than before, and no plan for them fits.
             DiskError: the disk failed to write in an earlier step; nothing of this one was done,
                 and everything can still be read and saved.
             StreamError: a transfer or update failed, now or in an earlier step.
@@ -141,6 +141,7 @@ class Engine:
         batches = self._begin(micro_batches)
         self._core.updates.require_disk()
         self._traced.ready(True)
+        self._measure_larger_images(batches)
         self._core.make_room(len(batches))
         started_s = time.perf_counter()
         for device in self.devices:
@@ -221,6 +222,7 @@ class Engine:
             AnalysisError: what the model does in evaluation does not fit its layers in training.
         """
         batches = self._begin(micro_batches)
+        self._measure_larger_images(batches)
         with self._core.guarded():
             # Exporting what the model does in evaluation switches flags that all threads see, so
             # no optimizer may run meanwhile.
@@ -409,6 +411,14 @@ class Engine:
         if isinstance(micro_batches, Tensor | Mapping) or len(micro_batches) == 0:
             raise ConfigError("give a list of at least one micro-batch: engine.step([batch])")
         return [self._traced.bind(micro_batch) for micro_batch in micro_batches]
+
+    def _measure_larger_images(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
+        """Make a new plan if images are larger than those that the plan was made with."""
+        larger = self._traced.larger
+        largest = None if larger is None else larger.among(micro_batches)
+        if larger is not None and largest is not None:
+            with larger.as_example(largest):
+                self._core.measure_again(largest)
 
 
 def _mean(losses: Sequence[Tensor]) -> float:

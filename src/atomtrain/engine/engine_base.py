@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from atomtrain.analysis.costs.costs import layer_costs
 from atomtrain.engine.devices.streams import Record
 from atomtrain.engine.execution.determinism import told_plainly
 from atomtrain.engine.execution.executor import Executor
@@ -132,13 +133,36 @@ class EngineCore:
     def make_room(self, micro_batches: int) -> None:
         """Make a new plan if the step has more micro-batches than the plan was made for."""
         share = share_of(micro_batches, len(self.devices))
-        if share <= self.plan.micro_batches:
-            return
-        plan = self.planner.plan(share, self.plan.on_disk)
+        if share > self.plan.micro_batches:
+            self._follow(self.planner, share)
+
+    def measure_again(self, inputs: Mapping[str, Any]) -> None:
+        """Make a new plan for a micro-batch whose images are larger than those measured before.
+
+        Raises:
+            ConfigError: layers are compiled, whose costs are measured when they are.
+            PlanError: no plan fits.
+        """
+        planner = self.planner
+        if planner.options.compile:
+            raise ConfigError(
+                "the images of a micro-batch are larger than those of the example, and layers are "
+                "compiled; swap the model with its largest images as the example"
+            )
+        self.synchronize()
+        device = self.devices[0].torch_device
+        self._follow(
+            planner.with_costs(layer_costs(planner.chain, inputs, device)), self.plan.micro_batches
+        )
+
+    def _follow(self, planner: Planner, micro_batches: int) -> None:
+        """Make a new plan, and go on by it."""
+        plan = planner.plan(micro_batches, self.plan.on_disk)
         self.synchronize()
         with self.guarded():
             # The old slots must be gone before the new ones come, or both would count.
             self.executor = None
+            self.planner = planner
             self.executor = self._execute(plan)
             self.plan = plan
 

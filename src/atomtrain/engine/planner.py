@@ -92,6 +92,14 @@ class Planner:
         )
         return tuple(span for span in spans if span.end_s > span.start_s)
 
+    def with_costs(self, costs: ChainCosts) -> Planner:
+        """Return what plans for other costs of the same layers; their times grow as FLOPs do."""
+        times = {}
+        for old, new in zip(self.costs.layers, costs.layers, strict=True):
+            before, now = (cost.forward_flops + cost.backward_flops for cost in (old, new))
+            times[new.kind] = self.times[old.kind].scaled(now / before if before else 1.0)
+        return dataclasses.replace(self, costs=costs, times=times)
+
     @property
     def given(self) -> Given:
         """Model and machine."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atomtrain.analysis.layers.front import FREE_SHAPES
 from atomtrain.errors import AnalysisError, AtomError, ConfigError, DataError, nearest
 from atomtrain.files import read_small
 from atomtrain.models.confined import (
@@ -37,6 +38,7 @@ from atomtrain.models.image_text import (
     PREPROCESSOR_FILE,
     PROCESSOR_FILE,
     VIDEO_FILE,
+    kind_of,
     needs_images,
     reads_images,
 )
@@ -62,6 +64,13 @@ _WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
 _USUAL_WIDTH = 1024
 """Where a configuration tells no width: it only decides the default learning rate."""
 _LONGEST_REASON = 200
+_WHY = {
+    **dict.fromkeys(
+        ["mistral3", "llama4", "cohere2_vision", "lfm2_vl"], " (its processor needs torchvision)"
+    ),
+    "paligemma": " (its processor writes texts anew)",
+}
+"""Why kinds of models that read images are not among those that are trained."""
 _MOST_PARTS = 1 << 16
 """Modules of a model; those of the largest have some thousands."""
 _MOST_NUMBER = 1 << 31
@@ -258,6 +267,8 @@ def build(
     with _making(what), nullcontext() if on_meta else _weights_on_meta():
         model: nn.Module = make(config, dtype=dtype, trust_remote_code=False)
     check_head(model, what)
+    if (kind := kind_of(model)) is not None and not kind.alike:
+        setattr(model, FREE_SHAPES, ("pixel_values",))
     if not on_meta:
         _give_memory(model)
     return model.train()
@@ -318,6 +329,11 @@ def _check_kind(kind: object, what: str) -> None:
             f"config.json of a causal language model, or one of {', '.join(PRESETS)}"
         )
     known = [*_causal_kinds(), *KINDS]
+    if kind not in known and kind in _image_kinds():
+        raise ConfigError(
+            f"{what} describes a model of type {kind!r}, which reads images and is not trained here"
+            f"{_WHY.get(kind, '')}; of such models these are: {', '.join(KINDS)}"
+        )
     if kind not in known:
         raise ConfigError(
             f"{what} describes a model of type {kind!r}, which is not a causal language model that "
@@ -430,6 +446,12 @@ def _causal_kinds() -> list[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _image_kinds() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return list(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 def _first_number(config: Any, keys: tuple[str, ...]) -> int | None:

@@ -28,11 +28,18 @@ class Kind(NamedTuple):
     """Whether it may learn from texts alone too."""
     by_area: bool = False
     """Whether sizes in the image processor's settings are numbers of pixels, not of a side."""
+    feature: str | None = None
+    """The token of which there are as many as features; `None`: the processor says which."""
 
 
 _PATCHES = Kind("model.visual", "mm_token_type_ids", by_area=True)
 KINDS = {
     "llava": Kind("model.vision_tower", alike=True),
+    "llava_next": Kind("model.vision_tower"),
+    "internvl": Kind("model.vision_tower"),
+    "aya_vision": Kind("model.vision_tower"),
+    "ovis2": Kind("model.vision_tower", feature="<IMG_ATOM>"),
+    "glm4v": _PATCHES,
     "qwen2_vl": _PATCHES,
     "qwen2_5_vl": _PATCHES,
     "qwen3_vl": _PATCHES,
@@ -91,7 +98,7 @@ def pixels_of(outline: Any, images: int) -> Tensor:
     vision = outline.config.vision_config
     try:
         size = vision.num_channels, vision.image_size, vision.image_size
-        return torch.empty(images, *size, device="meta", dtype=next(outline.parameters()).dtype)
+        return torch.empty(images, *size, device="meta")
     except (AttributeError, TypeError, RuntimeError) as error:
         raise ConfigError(
             "the model's vision_config does not say num_channels and image_size as numbers; add "

@@ -8,6 +8,7 @@ whatever else is installed, so all peers see the same pixels.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -67,9 +68,10 @@ class Processor:
         kind = KINDS[sizes.config["model_type"]]
         self.types, self.alike = kind.types, kind.alike
         self._by_area = kind.by_area
+        self._as_arrays = kind.feature is not None  # it asks for them
         self.image_token: str = self._made.image_token
         """What stands for an image in a text."""
-        self.image_number: int = self._made.image_token_ids[0]
+        self.image_number: int = _feature_of(self._made, kind.feature)
         """The token of which there are as many as an image has features."""
         wanted = sizes.config.get("image_token_index", sizes.config.get("image_token_id"))
         if wanted is not None and wanted != self.image_number:
@@ -98,6 +100,7 @@ class Processor:
                 found = self._made(
                     text=[text],
                     images=list(pictures),
+                    images_kwargs={"return_tensors": "np"} if self._as_arrays else {},
                     add_special_tokens=special,
                     return_offsets_mapping=True,
                     return_text_replacement_offsets=True,
@@ -144,7 +147,8 @@ class Processor:
                 "the processor makes pixels of an image that are not finite; correct image_mean, "
                 f"image_std and rescale_factor in {PREPROCESSOR_FILE}"
             )
-        if pixels.ndim == 5 and not bool(pixels.flatten(2).any(-1).all()):
+        counted = "image_sizes" in images  # else empty tiles are those that pad
+        if pixels.ndim == 5 and not counted and not bool(pixels.flatten(2).any(-1).all()):
             raise DataError(
                 "an image, or a tile of one, becomes nothing but zeros, which the model takes for "
                 f"padding; correct image_mean in {PREPROCESSOR_FILE}"
@@ -179,8 +183,9 @@ class Processor:
             found, of = "", ""
         elif patch:
             pixels = images["pixel_values"]
-            height, width = np.asarray(pixels[0]).shape[-2:]
-            patches = (height // patch) * (width // patch) * len(pixels)
+            height, width = np.shape(pixels)[-2:]
+            tiles = int(np.prod(np.shape(pixels)[:-3]))
+            patches = (height // patch) * (width // patch) * tiles
             found, of = f" of {height} x {width} pixels", f" of {patch} x {patch}"
         else:  # as many for each image, or for each tile of it
             each = getattr(self._made, "image_seq_len", 0) or self._made.image_seq_length
@@ -206,6 +211,12 @@ def require_pillow() -> None:
             "reading images needs the package Pillow; install it with pip install "
             "'atomtrain[images]'"
         ) from None
+
+
+def _feature_of(made: Any, feature: str | None) -> int:
+    if feature is None:
+        return int(made.image_token_ids[0])
+    return int(made.tokenizer.convert_tokens_to_ids(feature))
 
 
 def _original(start: int, replaced: Sequence[Mapping[str, Any]]) -> int:
@@ -294,6 +305,7 @@ def _check_sizes(images: Any) -> None:
             f"({copies} copies, tiles of {tile}), which is too much; correct size, patch_size and "
             f"merge_size in {PREPROCESSOR_FILE}"
         )
+    _check_tiles(images, size)
     if tile is not None and not images.do_resize:
         raise ConfigError(
             f"the model's processor cuts images of any size into tiles (do_resize is false); set "
@@ -303,6 +315,20 @@ def _check_sizes(images: Any) -> None:
         raise ConfigError(
             f"the model's processor cuts images (do_pan_and_scan), which is not done here; set it "
             f"to false in {PREPROCESSOR_FILE}"
+        )
+
+
+def _check_tiles(images: Any, size: Mapping[str, Any]) -> None:
+    """Refuse to cut a picture into very many tiles, or into some that are large together."""
+    crop = getattr(images, "crop_size", None) or {}
+    side = crop.get("height") or size.get("height") or size.get("shortest_edge") or 1
+    grids = [math.prod(grid) for grid in getattr(images, "image_grid_pinpoints", None) or []]
+    most = max(getattr(images, "max_patches", None) or 1, -(-max(grids, default=1) // side**2))
+    if most > _MOST_TILES**2 or (most > 1 and most * side**2 > MOST_RESIZED_PIXELS):
+        raise ConfigError(
+            f"the model's processor makes up to {most} tiles of {side} x {side} pixels of an "
+            "image, which is too much; correct max_patches, image_grid_pinpoints and size in "
+            f"{PREPROCESSOR_FILE}"
         )
 
 

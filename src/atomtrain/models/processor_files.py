@@ -11,26 +11,33 @@ from atomtrain.models.image_text import PREPROCESSOR_FILE, PROCESSOR_FILE
 
 _OF_TEXT = {
     "image_token", "patch_size", "vision_feature_select_strategy", "num_additional_image_tokens",
-    "image_seq_len", "image_seq_length",
+    "image_seq_len", "image_seq_length", "img_size", "downsample_factor",
 }  # fmt: skip
 _OF_IMAGES = {
-    "crop_size", "default_to_square", "do_center_crop", "do_convert_rgb", "do_image_splitting",
-    "do_normalize", "do_pad", "do_pan_and_scan", "do_rescale", "do_resize", "image_mean",
-    "image_processor_type", "image_seq_length", "image_std", "max_image_size", "max_pixels",
-    "merge_size", "min_pixels", "pad_size", "patch_size", "resample", "rescale_factor", "size",
-    "temporal_patch_size",
+    "crop_size", "crop_to_patches", "default_to_square", "do_center_crop", "do_convert_rgb",
+    "do_image_splitting", "do_normalize", "do_pad", "do_pan_and_scan", "do_rescale", "do_resize",
+    "image_grid_pinpoints", "image_mean", "image_processor_type", "image_seq_length", "image_std",
+    "max_image_size", "max_patches", "max_pixels", "merge_size", "min_patches", "min_pixels",
+    "pad_size", "patch_size", "resample", "rescale_factor", "size", "temporal_patch_size",
+    "use_covering_area_grid",
 }  # fmt: skip
 _AREAS = {"max_pixels", "min_pixels", "size"}
 """Settings that are numbers of pixels where sizes are areas."""
 _FORMS: dict[str, type] = {
+    "image_grid_pinpoints": list,
     "max_image_size": dict,
+    "max_patches": int,
     "merge_size": int,
+    "min_patches": int,
     "patch_size": int,
     "temporal_patch_size": int,
 }
 """Settings that must be of these types, or null."""
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-_MODEL_TOKENS = ("image_token", "boi_token", "eoi_token", "video_token")
+_MODEL_TOKENS = (
+    "image_token", "boi_token", "eoi_token", "video_token", "start_image_token", "end_image_token",
+    "context_image_token",
+)  # fmt: skip
 """Tokens that only models that read images have."""
 _MOST_PIXELS = 4096
 """Of a side that a setting names; also of all other numbers in settings."""
@@ -99,6 +106,8 @@ def _check_value(key: str, value: Any, most: int) -> None:
 
     formed = value is None or isinstance(value, _FORMS.get(key, object))
     inside = list(value.values()) if isinstance(value, dict) else value
+    if key == "image_grid_pinpoints" and isinstance(value, list):  # of lists
+        inside = [side for pair in value for side in (pair if isinstance(pair, list) else [pair])]
     if not formed or not all(map(sane, inside if isinstance(inside, list) else [inside])):
         raise ConfigError(
             f"the model's processor says {key} {str(value)[:60]}; numbers from 0 to "

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from atomtrain.analysis import chain_of, layer_costs
 from atomtrain.analysis.costs.profile import layer_times
 from atomtrain.analysis.layers import trace
 from atomtrain.analysis.layers.chain import Layer
 from atomtrain.analysis.layers.front import Front, OwnCode
-from atomtrain.errors import ConfigError, PlanError
+from atomtrain.errors import AnalysisError, ConfigError, PlanError
 from atomtrain.models.neftune import with_noise
 from tests.golden.models.test_any_model import check
 from tests.support import vision_models
@@ -108,22 +109,6 @@ def test_layers_are_measured_on_images_like_the_example() -> None:
     assert set(times) == {cost.kind for cost in costs.layers}
 
 
-def larger(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the micro-batch with images of four times as many patches."""
-    grid = batch["image_grid_thw"].clone()
-    grid[:, 1:] *= 2
-    return {**batch, "image_grid_thw": grid, "pixel_values": batch["pixel_values"].repeat(4, 1)}
-
-
-def test_larger_images_than_those_of_the_example_are_refused() -> None:
-    model, draw = vision_models.qwen2_5_vl()
-    example = draw()
-    traced = chain_of(model, example)
-    told = r"give \[256, 32\] values in visual.*those of the example \[64, 32\]; swap the model"
-    with pytest.raises(ConfigError, match=told):
-        traced.chain.loss_of(traced.bind(larger(example)))
-
-
 def twice(model: Any) -> None:
     """Have the tower look twice."""
     own = model.model.visual.forward
@@ -184,3 +169,62 @@ def test_hooks_run_once_and_noise_on_embeddings_is_drawn_once() -> None:
 
     assert len(own_code(layers_of(hooked()))) > 1
     check(hooked(), 2, segments=5)
+
+
+class Drifting(nn.Module):
+    """Runs a module that holds no weights; what it gives grows with each micro-batch."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            self.seen += 0.125
+        return tree_map(lambda value: value + self.seen, self.inner(*args, **kwargs))
+
+
+def drifting() -> Case:
+    case = vision_models.qwen2_5_vl()
+    visual: Any = case.model.get_submodule("model.visual")
+    visual.rotary_pos_emb = Drifting(visual.rotary_pos_emb)
+    return case
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_buffer_that_changes_between_the_modules_changes_once_a_micro_batch(
+    micro_batches: int,
+) -> None:
+    assert len(own_code(layers_of(drifting()))) == 1
+    check(drifting(), micro_batches, segments=3)
+
+
+def test_parts_that_begin_to_change_buffers_are_refused() -> None:
+    model, draw = drifting()
+    visual: Any = model.get_submodule("model.visual")
+    visual.rotary_pos_emb.eval()
+    with swap(model, draw()) as engine:
+        assert len(own_code(engine.traced.chain.layers)) > 1
+        engine.step([draw()])
+        visual.rotary_pos_emb.train()
+        told = r"visual.rotary_pos_emb was swapped with training=False and has training=True now"
+        with pytest.raises(ConfigError, match=told):
+            engine.step([draw()])
+        visual.rotary_pos_emb.eval()
+        engine.step([draw()])
+
+
+def test_a_buffer_that_is_replaced_is_refused() -> None:
+    model, draw = vision_models.qwen2_5_vl()
+    visual: Any = model.get_submodule("model.visual")
+    visual.patch_embed.register_buffer("seen", torch.zeros(()))
+
+    def replace(module: Any, _: Any, result: Tensor) -> Tensor:
+        module.seen = module.seen + 1
+        return result
+
+    visual.patch_embed.register_forward_hook(replace)
+    with pytest.raises(AnalysisError, match="forward replaces the buffer 'seen'"):
+        chain_of(model, draw())

@@ -21,7 +21,7 @@ from tests.support.vision_folders import FAMILIES, write_vision
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("families")
-    for name in ("qwen2_5_vl", "idefics3", "gemma3", "smolvlm"):
+    for name in ("qwen2_5_vl", "idefics3", "gemma3", "smolvlm", "internvl", "llava_next"):
         write_vision(made / name, name)
     return made
 
@@ -68,6 +68,12 @@ def test_patches_are_as_many_as_a_picture_has_room_for(folders: Path) -> None:
         ("idefics3", {"max_image_size": 16}, "says max_image_size 16"),
         ("idefics3", {"do_resize": False}, "cuts images of any size into tiles"),
         ("gemma3", {"do_pan_and_scan": True}, "cuts images .do_pan_and_scan."),
+        ("internvl", {"max_patches": 257}, "up to 257 tiles of 16 x 16 pixels"),
+        ("internvl", {"max_patches": 9, "size": {"height": 4096, "width": 4096}}, "up to 9 tiles"),
+        ("internvl", {"max_patches": "9"}, "says max_patches 9"),
+        ("llava_next", {"image_grid_pinpoints": [[4096, 4096]]}, "up to 65536 tiles of 16 x 16"),
+        ("llava_next", {"image_grid_pinpoints": [[16, 8192]]}, "says image_grid_pinpoints"),
+        ("llava_next", {"image_grid_pinpoints": [[[16]]]}, "says image_grid_pinpoints"),
     ],
 )
 def test_settings_that_make_pictures_huge_are_refused(

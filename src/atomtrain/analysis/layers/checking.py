@@ -169,7 +169,7 @@ def check_chain(model: nn.Module, traced: Traced, example: MicroBatch) -> None:
     inputs = traced.bind(example)
 
     def own() -> Tensor:
-        with unchanged(model):
+        with unchanged(model.modules()):
             return compute(example, _forward_of(model))
 
     expected = _result(own, parameters)

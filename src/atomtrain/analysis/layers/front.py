@@ -9,9 +9,9 @@ exported as with any other model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +25,13 @@ from atomtrain.analysis.layers.micro_batch import Inputs, MicroBatch, Spec
 from atomtrain.errors import AnalysisError, ConfigError, reason_of
 
 NAME = "front"
+FREE_SHAPES = "free_shapes"
+"""An attribute of models: names of what forward takes in unlike shapes, though it could be exported
+with those of the example."""
 _FEATURES, _PLACES, _ADD = "deepstack_visual_embeds", "visual_pos_masks", "_deepstack_process"
 """Of models that add features to the hidden states of some layers: as many as there are places."""
+_HOOKED = "_output_capturing_hooks_installed"
+"""Says of transformers' models that their modules have hooks, which stay: they would come twice."""
 
 
 class _ReachedError(Exception):
@@ -44,6 +49,14 @@ class Found(NamedTuple):
     """What the model around the language model returns."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Around:
+    """What is around the language model that `base` holds."""
+
+    base: nn.Module
+    modules: list[nn.Module]
+
+
 class OwnCode(nn.Module):
     """Runs a model's own forward up to its language model, on a micro-batch as it is."""
 
@@ -58,6 +71,7 @@ class OwnCode(nn.Module):
         super().__init__()
         self._model, self.inputs, self.example = Aside(model), inputs, list(example)
         self._found: Found | None = None
+        self._known_around: _Around | None = None
 
     @property
     def model(self) -> Any:
@@ -82,11 +96,35 @@ class OwnCode(nn.Module):
         return language_of(self.model)
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        with unchanged(self.base):
+        with unchanged(self._around()), self._own_weights():
             if not any(isinstance(value, FakeTensor) for value in values):
                 return self.made(values)
-            with known_data(zip(values, self.example, strict=False)):
+            with known_data(zip(values, self.example, strict=False)), _same_buffers(self):
                 return self.made(values)
+
+    def _around(self) -> list[nn.Module]:
+        """Return what may run: looking for it takes as long as some of it."""
+        base = self.base
+        if self._known_around is None or self._known_around.base is not base:
+            within = {id(module) for module in self.language.modules()}
+            around = [module for module in base.modules() if id(module) not in within]
+            self._known_around = _Around(base, around)
+        return self._known_around.modules
+
+    def hold_own(self) -> None:
+        """Hold the weights that what is around the language model has beside its modules."""
+        for name, own in self.base.named_parameters(recurse=False):
+            self.register_parameter(name, own)
+
+    @contextmanager
+    def _own_weights(self) -> Iterator[None]:
+        """Have such weights be where the model looks for them, as they are now."""
+        before = dict(self.base._parameters)
+        self.base._parameters.update(self._parameters)
+        try:
+            yield
+        finally:
+            self.base._parameters.update(before)
 
     def made(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the tensors that the language model is given and the micro-batch does not have.
@@ -189,10 +227,27 @@ class Front(OwnCode):
         for name, child in self.base.named_children():
             if child is not self.language:
                 self.add_module(name, child)
+        self.hold_own()
         self.input_embeddings = self.model.get_input_embeddings()
+        self._modes = {name: module.training for name, module in self.named_modules()}
         self.run_without_data()
         made = [f"{NAME}/{index}" for index in range(len(self.found.specs))]
         self.layer: Layer = Layer(NAME, self, tuple(inputs.tensor_names), tuple(made))
+
+    def check_modes(self) -> None:
+        """Refuse modules in another mode than when they were measured: dropout would draw, running
+        statistics would change, and nobody counts on it.
+
+        Raises:
+            ConfigError: one is; names it.
+        """
+        for name, module in self.named_modules():
+            if name and module.training != self._modes[name]:
+                was = self._modes[name]
+                raise ConfigError(
+                    f"{name} was swapped with training={was} and has training={module.training} "
+                    f"now; call its train({was}), or swap the model again"
+                )
 
 
 class Rest:
@@ -291,17 +346,31 @@ def instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Itera
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
+def _same_buffers(model: nn.Module) -> Iterator[None]:
+    """Refuse forward to put another tensor in the place of a buffer: it would be lost."""
+    before = [dict(module._buffers) for module in model.modules()]
+    yield
+    for module, known in zip(model.modules(), before, strict=True):
+        for name, buffer in module._buffers.items():
+            if buffer is not known[name]:
+                raise AnalysisError(
+                    f"forward replaces the buffer {name!r} of {type(module).__name__}; change it "
+                    "in place, such as with copy_"
+                )
+
+
+@contextmanager
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Give modules the attributes back that they have now.
 
     Those set meanwhile may have no data, or be of a micro-batch and mislead who generates next.
     """
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    before = [(vars(module), dict(vars(module))) for module in modules]
     try:
         yield
     finally:
         for own, known in before:
-            for name in [name for name in own if name not in known]:
+            for name in [name for name in own if name not in known and name != _HOOKED]:
                 del own[name]
             own.update(known)
 

@@ -19,8 +19,8 @@ from atomtrain.errors import AnalysisError
 
 _CONTAINERS = nn.ModuleList | nn.Sequential | nn.ModuleDict
 _RANDOM = torch.Tag.nondeterministic_seeded
-_WEIGHT = -1
-"""Stands for weights among the calls that a value was made of."""
+_WEIGHT, _OWN_WEIGHT = -1, -2
+"""Stand for weights among the calls that a value was made of: of modules, and those beside them."""
 
 
 class Call(NamedTuple):
@@ -77,17 +77,25 @@ class _Recorder(OwnCode):
         self._found = front.found
         self.front = front
         self.modules_by_path = _modules(front)
+        self.hold_own()
         self.calls: list[Call] = []
         self.read_last: frozenset[int] = frozenset()
 
     def made(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        origins = _Origins(self.parameters())
+        between_buffers = [
+            (buffer, buffer._version)
+            for module in between(self.front, self.modules_by_path)
+            for buffer in module.buffers(recurse=False)
+        ]
+        origins = _Origins(self.front.parameters(), self.parameters(recurse=False))
         with origins, ExitStack() as stack:
             for path, module in self.modules_by_path.items():
                 called = functools.partial(self._called, origins, path, module.forward)
                 stack.enter_context(instead(module, "forward", called))
             arguments, _ = self.reached(values)
-            self.read_last = origins.of(arguments)
+            self.read_last = origins.of(arguments, own_weights=True)
+        if any(buffer._version != before for buffer, before in between_buffers):
+            raise AnalysisError("a buffer is changed between its modules")
         return ()
 
     def _called(
@@ -122,12 +130,13 @@ def _order_of(tensor: Tensor) -> tuple[int, ...]:
 class _Origins(TorchDispatchMode):
     """Knows of which calls' results each tensor was made, by the memory in which it lies."""
 
-    def __init__(self, weights: Iterable[Tensor]) -> None:
+    def __init__(self, weights: Iterable[Tensor], own_weights: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._inside = False
         self._known: dict[int, frozenset[int]] = {}
         self._held: list[Tensor] = []  # else their memory would be that of others
         self.made(weights, _WEIGHT)
+        self.made(own_weights, _OWN_WEIGHT)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -142,8 +151,8 @@ class _Origins(TorchDispatchMode):
         """Note what a call gave."""
         self._add(tensors, frozenset([call]))
 
-    def of(self, value: Any) -> frozenset[int]:
-        """Return the calls that something was made of.
+    def of(self, value: Any, *, own_weights: bool = False) -> frozenset[int]:
+        """Return the calls that something was made of; `own_weights` may have a part in it.
 
         Raises:
             AnalysisError: weights have a part in it that no call had.
@@ -151,9 +160,9 @@ class _Origins(TorchDispatchMode):
         tensors: list[Tensor] = []
         _taken_apart(value, tensors)
         found = self._of(tensors)
-        if _WEIGHT in found:
+        if _WEIGHT in found or (_OWN_WEIGHT in found and not own_weights):
             raise AnalysisError("a weight is used outside of the module that holds it")
-        return found
+        return found - {_OWN_WEIGHT}
 
     def _of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
         none = frozenset[int]()

@@ -5,9 +5,9 @@ only its own: those before give what they gave in an earlier layer, and at the f
 the layer ends. What is between such modules is run again in each layer; it has no weights and
 draws no random numbers.
 
-What a module returns may have other shapes in every micro-batch, while values between layers have
-fixed ones. So such a value travels flat, with zeros behind it up to the size that it has in the
-example, and beside it how much smaller its sides are.
+What a module returns may have other shapes in every micro-batch. So such a value travels flat, with
+zeros behind it up to the size that it has in the example, so that it takes the same memory in each,
+and beside it how much smaller its sides are.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def front_layers(front: Front, most_bytes: int) -> list[Layer]:
         return [front.layer]
     layers: list[Layer] = []
     for start, stop in itertools.pairwise([*starts, len(sizes)]):
-        part = _Part(front, calls, start, stop)
+        part = Part(front, calls, start, stop)
         number = 1 + sum(layer.name.partition("#")[0] == part.title for layer in layers)
         layers.append(part.layer(part.title if number == 1 else f"{part.title}#{number}"))
     return layers
@@ -72,16 +72,17 @@ class _EndError(Exception):
     """Ends the forward of a part."""
 
 
-class _Part(OwnCode):
+class Part(OwnCode):
     """Runs some of the modules before the language model; the last part returns what that gets."""
 
     def __init__(self, front: Front, calls: Calls, start: int, stop: int) -> None:
         super().__init__(front.model, front.inputs, front.example)
-        self._found, self._calls, self._start, self._stop = front.found, calls, start, stop
+        self._found, self.calls, self._start, self._stop = front.found, calls, start, stop
         self.last = stop == len(calls.calls)
         own = [call.path for call in calls.calls[start:stop]]
         self.title = NAME if len(own) > 1 else path_in(front.model, calls.modules[own[0]])
         if self.last:
+            self.hold_own()
             called = {call.path for call in calls.calls}
             own += [path for path in calls.modules if path not in called]
         modules = [*(calls.modules[path] for path in own), *between(front, calls.modules)]
@@ -102,7 +103,7 @@ class _Part(OwnCode):
 
     def _names(self, cut: int, crossing: Sequence[int]) -> list[str]:
         """Return the names of the values that cross before a call, of which some calls made."""
-        calls = self._calls.calls
+        calls = self.calls.calls
         values = [
             f"{NAME}/{index}.{position}"
             for index in crossing
@@ -111,7 +112,7 @@ class _Part(OwnCode):
         return [*([f"{NAME}/less/{cut}"] if cut else []), *values]
 
     def made(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        run = _Run(self._calls, values[0].device)
+        run = _Run(self.calls, values[0].device)
         tensors, travelled = values[: len(self.example)], list(values[len(self.example) :])
         if self._start:
             run.begin(self._start, self._read, travelled)
@@ -121,13 +122,13 @@ class _Part(OwnCode):
             with suppress(_EndError):
                 self.reached(tensors)
         if len(run.less) != self._stop:
-            raise run.unlike()
+            raise unlike()
         return run.travelling(self._written)
 
     @contextmanager
     def _replaced(self, run: _Run) -> Iterator[None]:
         with ExitStack() as stack:
-            for path in self._calls.modules:
+            for path in self.calls.modules:
                 module = self.base.get_submodule(path)
                 called = functools.partial(self._called, run, path, module.forward)
                 stack.enter_context(instead(module, "forward", called))
@@ -148,16 +149,22 @@ class _Part(OwnCode):
     @contextmanager
     def _other_weights(self, device: torch.device) -> Iterator[None]:
         """Have the weights of other parts be on the device: code asks for their place and type."""
-        before = []
-        for path in self._absent:
-            for module in self.base.get_submodule(path).modules():
-                for name, own in module._parameters.items():
-                    if own is not None:
-                        before.append((module._parameters, name, own))
+        absent = [self.base.get_submodule(path).modules() for path in self._absent]
+        beside = [] if self.last else [self.base]
+        before = [
+            (module._parameters, name, own)
+            for module in itertools.chain(*absent, beside)
+            for name, own in module._parameters.items()
+            if own is not None
+        ]
+        zeros = {
+            dtype: torch.zeros((), dtype=dtype, device=device)
+            for dtype in {own.dtype for _, _, own in before}
+        }
         holders: Any
         try:
             for holders, name, own in before:
-                holders[name] = torch.zeros((), dtype=own.dtype, device=device).expand(own.shape)
+                holders[name] = zeros[own.dtype].expand(own.shape)
             yield
         finally:
             for holders, name, own in before:
@@ -202,14 +209,8 @@ class _Run:
         index = self._next
         self._next += 1
         if index >= len(self._calls) or self._calls[index].path != path:
-            raise self.unlike()
+            raise unlike()
         return index
-
-    def unlike(self) -> ConfigError:
-        return ConfigError(
-            "a micro-batch has the model call other modules before its language model than the "
-            "example; swap the model with an example that has all of them"
-        )
 
     def result(self, index: int) -> Any:
         """Return what an earlier call gave; nobody looks at what did not travel."""
@@ -226,28 +227,20 @@ class _Run:
         """Note what a call gave.
 
         Raises:
-            ConfigError: it is larger than in the example, or another thing.
+            ConfigError: it is another thing than in the example.
         """
         call, tensors = self._calls[index], list[Tensor]()
         skeleton = taken_apart(result, tensors)
         known = [(len(spec.shape), spec.dtype) for spec in call.specs]
         if skeleton != call.skeleton or [(t.dim(), t.dtype) for t in tensors] != known:
-            raise self.unlike()
+            raise unlike()
         pairs = list(zip(call.specs, tensors, strict=True))
         self.less.append([a - b for s, t in pairs for a, b in zip(s.shape, t.shape, strict=True)])
-        if not travels:
-            return
-        for spec, tensor in pairs:
-            if tensor.numel() > math.prod(spec.shape):
-                raise ConfigError(
-                    f"the images of a micro-batch give {list(tensor.shape)} values in "
-                    f"{call.path}, those of the example {list(spec.shape)}; swap the model with "
-                    "its largest images as the example"
-                )
-        self._made[index] = [
-            _flat(tensor, order, math.prod(spec.shape))
-            for (spec, tensor), order in zip(pairs, call.orders, strict=True)
-        ]
+        if travels:
+            self._made[index] = [
+                _flat(tensor, order, math.prod(spec.shape))
+                for (spec, tensor), order in zip(pairs, call.orders, strict=True)
+            ]
 
     def travelling(self, written: Sequence[int]) -> tuple[Tensor, ...]:
         """Return what later parts read: how much smaller sides are, and results of some calls."""
@@ -255,10 +248,18 @@ class _Run:
         return (less, *(tensor for index in written for tensor in self._made[index]))
 
 
+def unlike() -> ConfigError:
+    """Return the refusal of a micro-batch that the example does not stand for."""
+    return ConfigError(
+        "a micro-batch has the model call other modules before its language model than the "
+        "example; swap the model with an example that has all of them"
+    )
+
+
 def _flat(tensor: Tensor, order: Sequence[int], size: int) -> Tensor:
-    """Return a tensor as it lies in memory, with zeros behind it."""
+    """Return a copy of a tensor as it lies in memory, with zeros behind it."""
     flat = tensor.permute(*order).reshape(-1)
-    return nn.functional.pad(flat, (0, size - len(flat)))
+    return nn.functional.pad(flat, (0, max(0, size - len(flat))))
 
 
 def _unfolded(flat: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:

@@ -30,19 +30,32 @@ def known_data(known: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
     Args:
         known: Fake tensors with their data, which are on the processor.
     """
-    with _KnownData(known), _ReadNumbers():
+    data = _KnownData(known)
+    with data, _ReadNumbers(data):
         yield
 
 
 class _ReadNumbers(TorchFunctionMode):
-    """Reads tensors of which a new one is made; they are read past all operations otherwise."""
+    """Reads tensors of which a new one is made; they are read past all operations otherwise.
+
+    Masks that select become the places that they mark: backward selects too, when nothing is known.
+    """
+
+    def __init__(self, data: _KnownData) -> None:
+        super().__init__()
+        self._known = data
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.tensor:
             args = tree_map(lambda v: v.tolist() if isinstance(v, FakeTensor) else v, args)
+        if func in _SELECTING:
+            args = (args[0], self._known.places(*args[:2]), *args[2:])
         return func(*args, **(kwargs or {}))
+
+
+_SELECTING = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 class _KnownData(TorchDispatchMode):
@@ -66,6 +79,29 @@ class _KnownData(TorchDispatchMode):
                     if isinstance(tensor, Tensor) and tensor in self._data:
                         self._forget(tensor)
         return func(*args, **kwargs)
+
+    def places(self, selected: Any, index: Any) -> Any:
+        """Return what selects the same of a tensor without data, with places in place of masks.
+
+        They lie in as much memory as the masks, of which backward keeps as much.
+        """
+        parts = index if isinstance(index, tuple) else (index,)
+        if selected in self._data or not any(map(self._is_mask, parts)):
+            return index
+        found: list[Any] = []
+        for part in parts:
+            if not self._is_mask(part):
+                found.append(part)
+                continue
+            count = int(self._data[part].count_nonzero())
+            wanted = 8 * count * part.dim()
+            memory = torch.empty(max(wanted, part.nbytes), dtype=torch.uint8, device=part.device)
+            self._forget(memory)  # parts of what is known have memory of their own
+            found += memory[:wanted].view(torch.int64).view(part.dim(), count)
+        return tuple(found)
+
+    def _is_mask(self, part: Any) -> bool:
+        return isinstance(part, FakeTensor) and part.dtype == torch.bool and part in self._data
 
     def _forget(self, tensor: Tensor) -> None:
         """Take away the data of a tensor, and of all that share their memory."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,6 +21,18 @@ from atomtrain.analysis.layers.chain import Chain
 from atomtrain.errors import ConfigError
 
 MicroBatch = Mapping[str, Any] | Sequence[Any] | Tensor
+
+
+class Larger(Protocol):
+    """Knows how large images may be; see `LargerImages`."""
+
+    def among(self, micro_batches: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """Return the micro-batch with the largest images, if no example had such large ones."""
+        ...
+
+    def as_example(self, micro_batch: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Have a micro-batch be the example, but not if what is done within fails."""
+        ...
 
 
 class Traced(NamedTuple):
@@ -35,6 +48,8 @@ class Traced(NamedTuple):
     own: Callable[[MicroBatch, Callable[..., Any]], Tensor] | None = None
     """`own(micro_batch, forward)` is the loss of what the model's `forward` returns; `None` of a
     model that tells its layers, or whose modules are its layers."""
+    larger: Larger | None = None
+    """Of a model of which some layers take images of any size, measured on those of the example."""
 
 
 class Spec(NamedTuple):

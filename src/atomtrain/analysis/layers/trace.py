@@ -16,9 +16,10 @@ from atomtrain.analysis.export.export import loss_in
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.analysis.layers.checking import check_against_model, layers_by_hand
 from atomtrain.analysis.layers.exported_chain import ExportedLayers, exported_layers
-from atomtrain.analysis.layers.front import Front, Rest, has_front
+from atomtrain.analysis.layers.front import FREE_SHAPES, Front, Rest, has_front
 from atomtrain.analysis.layers.front_parts import front_layers
 from atomtrain.analysis.layers.graph_layer import GraphLayer
+from atomtrain.analysis.layers.larger_images import LargerImages
 from atomtrain.analysis.layers.micro_batch import (
     Entry,
     Inputs,
@@ -117,10 +118,10 @@ def _exported(
     model: nn.Module, example: MicroBatch, loss: Loss | None, device: torch.device
 ) -> Traced:
     inputs = Inputs(model, example, own_loss=loss is None)
-    front, exported = _with_front(model, example, inputs, loss is None, device)
+    first, front, exported = _with_front(model, example, inputs, loss is None, device)
     layers, rebuild, ready, image_tokens = exported
     fixed = {name for layer in layers for name in layer.reads}
-    free = {name for layer in front for name in layer.reads} - fixed
+    free = {name for layer in first for name in layer.reads} - fixed
     last = layers[-1]
     if loss is None:
         layers[-1] = Layer(last.name, last.module, last.reads, (LOSS,))
@@ -130,26 +131,42 @@ def _exported(
         extra = [name for entry in entries for name in entry.tensors or (entry.name,)]
         head = _OnOutput(last.module, rebuild, loss, entries, inputs.as_mapping, len(last.reads))
         layers[-1] = Layer(last.name, head, (*last.reads, *extra), (LOSS,))
-    layers = [*front, *layers]
+    layers = [*first, *layers]
     used = {name for layer in layers for name in layer.reads}
     names = [name for entry in inputs.entries for name in entry.tensors or (entry.name,)]
     read = tuple(name for name in names if name in used)
     own = functools.partial(_own_loss, inputs, loss)
     checks = [tokens.check for tokens in image_tokens]
     bind = inputs.binder(read, checks, free)
-    return Traced(_chain(model, layers, read, LOSS), bind, ready, own)
+    chain = _chain(model, layers, read, LOSS)
+    if front is None:
+        return Traced(chain, bind, ready, own)
+    larger = LargerImages(front, first, [name for name in inputs.tensor_names if name in free])
+    return Traced(chain, bind, functools.partial(_ready, front, ready), own, larger)
+
+
+def _ready(front: Front, ready: Callable[[bool], None], training: bool) -> None:
+    ready(training)
+    if training:
+        front.check_modes()
 
 
 def _with_front(
     model: nn.Module, example: MicroBatch, inputs: Inputs, own_loss: bool, device: torch.device
-) -> tuple[list[Layer], ExportedLayers]:
-    """Return the exported layers, and those that come first where not all can be exported."""
-    try:
-        return [], exported_layers(model, example, inputs, own_loss=own_loss, device=device)
-    except AnalysisError as error:
-        if not has_front(model, inputs.tensors(example)):
-            raise
-        refused = str(error)
+) -> tuple[list[Layer], Front | None, ExportedLayers]:
+    """Return the layers that come first where not all can be exported, all of them in one, and the
+    exported layers."""
+    with_data = has_front(model, inputs.tensors(example))
+    free = set(getattr(model, FREE_SHAPES, ())).intersection(inputs.tensor_names)
+    refused = f"{FREE_SHAPES} names {', '.join(free)}"
+    if not (with_data and free):
+        try:
+            exported = exported_layers(model, example, inputs, own_loss=own_loss, device=device)
+            return [], None, exported
+        except AnalysisError as error:
+            if not with_data:
+                raise
+            refused = str(error)
     try:
         front = Front(model, inputs, example)
     except AnalysisError as error:
@@ -160,7 +177,7 @@ def _with_front(
         model, example, rest, own_loss=own_loss, device=device, before=[front.layer]
     )
     most_bytes = max(map(_parameter_bytes, exported.layers))
-    return front_layers(front, most_bytes), exported
+    return front_layers(front, most_bytes), front, exported
 
 
 def _parameter_bytes(layer: Layer) -> int:

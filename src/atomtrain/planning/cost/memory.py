@@ -39,7 +39,7 @@ block's six), and the page that its host buffer begins or ends within."""
 
 def process_bytes(layers: int, sent_storages: int) -> int:
     """Return what a process takes on the host beside tensors: stacks and heaps of its threads,
-    Python's objects, the caller's micro-batches; grows with the chain's length, and with what all
+    Python's objects; grows with the chain's length, and with what all
     micro-batches send to the host."""
     return _PROCESS_BYTES + layers * _LAYER_BYTES + sent_storages * _SENT_STORAGE_BYTES
 
@@ -150,16 +150,20 @@ class MemoryModel:
         )
 
     def host_bytes(self, shape: Shape) -> int:
-        """Return parameters, gradients, optimizer state, waiting values, and the rest."""
+        """Return parameters, gradients, optimizer state, micro-batches, waiting values, and the
+        rest."""
         first = shape.host_layers
         waiting = self._waiting_bytes(shape)
         # Gradients on their way to layers on the host.
         waiting += self.micro_batches * self._bytes(self._chain.writes(0, first))
+        given_bytes = self._bytes(self._chain.inputs)
+        waiting += self.micro_batches * given_bytes
         waiting += self.host_backward_bytes(first)
         process = process_bytes(len(self._costs.layers), self._devices * self.sent_storages(shape))
         if self.spends:  # else they are in the state
             waiting += host_gradients(self.layout, shape, spends=True).total_bytes
-        return self.state_bytes + self._devices * waiting + process
+        # The example stays beside them where a model looks at its data.
+        return self.state_bytes + self._devices * waiting + given_bytes + process
 
     def host_backward_bytes(self, host_layers: int) -> int:
         """Return what backward of layers on the host makes of one gradient: as much as the weights.
@@ -258,6 +262,8 @@ class MemoryModel:
                 needed.update(self._chain.reads(start, stop))
             elif how == "offload":
                 offloaded += self.saved.of(start, stop).sent_bytes
+        if shape.boundary == "device":
+            needed |= self._skipping(shape)
         needed.difference_update(self._chain.inputs)
         passing = 0
         if shape.boundary == "host":
@@ -267,6 +273,18 @@ class MemoryModel:
         more = shape.segments > 2
         waiting_bytes = self._bytes(needed) + offloaded + 2 * passing
         return self.micro_batches * waiting_bytes + passing * more
+
+    def _skipping(self, shape: Shape) -> set[str]:
+        """Return values that a visit hands on, but not to the next one: they wait on the host even
+        where others wait on the device."""
+        visits = (v for v in training_visits(shape) if v.phase is not Phase.BACKWARD)
+        upwards = [visit.layers for visit in visits]
+        read = [set(self._chain.reads(*layers)) for layers in upwards]
+        found: set[str] = set()
+        for index, layers in enumerate(upwards):
+            beyond = set[str]().union(*read[index + 2 :])
+            found |= beyond.intersection(self._chain.writes(*layers))
+        return found
 
     def _buffers_bytes(self) -> int:
         unique: dict[int, int] = {}

@@ -10,7 +10,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.costs.profile import LayerTime
@@ -49,6 +50,8 @@ class Analysis(NamedTuple):
     """What the optimizer takes; `None` is AdamW."""
     states: States | None = None
     """The tensors of its state, for what may lie on disk."""
+    inputs: Mapping[str, Any] = MappingProxyType({})
+    """The micro-batch by the chain's input names, where layers look at its data."""
 
     @property
     def parameters(self) -> int:

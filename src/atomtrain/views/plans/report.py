@@ -38,6 +38,8 @@ class Report:
     peak_flops_per_s: float
     """Of all devices, by their data sheet or by measurement."""
     advice: tuple[Advice, ...]
+    images: str | None = None
+    """Which are counted, for people; `None`: those of the configuration, or none."""
 
     @property
     def host_bytes_per_parameter(self) -> float:
@@ -74,6 +76,7 @@ class Report:
             "analysis": _analysis_json(found.analysis, self.parameters),
             "devices": found.devices,
             "plan": found.plan.to_json(),
+            "images": self.images,
             "context_tokens": found.context_tokens,
             "micro_batch_sequences": found.micro_batch,
             "tokens_per_step": found.tokens_per_step,
@@ -143,6 +146,7 @@ def make_report(
         prospect=found,
         peak_flops_per_s=found.devices * _compute(setting, local).peak_flops_per_s,
         advice=advice(found, possible_changes(found, setting), forecast) if advise else (),
+        images=None if subject.pictured is None else subject.pictured.said,
     )
 
 

@@ -32,7 +32,7 @@ from atomtrain.engine.devices.devices import open_device
 from atomtrain.engine.state.gradients import with_gradients_in
 from atomtrain.engine.state.precision import PRECISIONS, Narrowed
 from atomtrain.engine.updates.optimizer import states_of, update_model
-from atomtrain.errors import ConfigError
+from atomtrain.errors import AtomError, ConfigError
 from atomtrain.models.gpt import GPT
 from atomtrain.models.gpt_config import preset
 from atomtrain.models.heads import head_of
@@ -52,6 +52,7 @@ from atomtrain.planning.catalogue import MATMUL_SHARE, Gpu, estimate_times
 from atomtrain.planning.plan.machine import Machine
 from atomtrain.planning.plan.updating import UpdateModel
 from atomtrain.planning.search.batch_search import Analysis, Compute
+from atomtrain.views.plans.pictured import Pictured, assumed_picture
 
 Precision = Literal["bf16", "fp16"]
 OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]
@@ -78,6 +79,11 @@ class Subject:
     """In which type gradients add up; `None` is that of the parameters."""
     measure: MeasureUpdates | None = None
     """Measures what the optimizer takes; `None` leaves it estimated by what is moved."""
+    pictured: Pictured | None = None
+    """Micro-batches with images; `None`: the model reads texts, or images are as its configuration
+    says, or left out."""
+    images_left_out: str | None = None
+    """Why images are not counted, if the model reads some."""
     _analyses: dict[int, Analysis] = field(default_factory=dict, repr=False, compare=False)
 
     def trained_with(
@@ -117,12 +123,6 @@ class Subject:
         add_adapters(self.model, config)
         return replace(self, _analyses={})
 
-    @property
-    def leaves_images_out(self) -> bool:
-        """Whether data decide how large its images are: it is analysed with texts alone."""
-        kind = kind_of(self.model)
-        return kind is not None and not kind.alike
-
     @functools.cached_property
     def parameters(self) -> int:
         """Number of parameters, shared weights counted once."""
@@ -135,28 +135,37 @@ class Subject:
             AnalysisError: the model is no chain of layers, or its head cannot be split.
         """
         if sequences not in self._analyses:
-            shape = (sequences, self.context_tokens)
-            ids = torch.zeros(shape, dtype=torch.int64, device="meta")
-            head = head_of(self.model)
-            labels = ids
-            if head is not None:  # one a sequence; of a reward model a number
-                labels = ids[:, 0] if head.out_features > 1 else ids[:, 0].float()
-            example = {"input_ids": ids, "labels": labels}
-            if kind_of(self.model) is not None and not self.leaves_images_out:
-                example["pixel_values"] = pixels_of(self.model, sequences)
+            example = self._example(sequences)
             traced = chain_of(self.model, example)
+            inputs = traced.bind(example)
             chain = traced.chain
             if self.head_pieces is not None:
                 chain = split_head(chain, self.head_pieces)
             chain = with_gradients_in(chain, self.gradient_dtype)
-            costs = layer_costs(chain, traced.bind(example))
+            costs = layer_costs(chain, inputs)
             updates = states = None
             if self.optimizer is not None:
                 updates, states = update_model(self.optimizer, chain), states_of(self.optimizer)
                 if self.measure is not None:
                     updates = self.measure(updates, self.optimizer, chain)
-            self._analyses[sequences] = Analysis(chain, costs, updates, states)
+            given = {} if self.pictured is None else inputs
+            self._analyses[sequences] = Analysis(chain, costs, updates, states, given)
         return self._analyses[sequences]
+
+    def _example(self, sequences: int) -> dict[str, torch.Tensor]:
+        if self.pictured is not None:
+            return self.pictured.example(sequences)
+        shape = (sequences, self.context_tokens)
+        ids = torch.zeros(shape, dtype=torch.int64, device="meta")
+        head = head_of(self.model)
+        labels = ids
+        if head is not None:  # one a sequence; of a reward model a number
+            labels = ids[:, 0] if head.out_features > 1 else ids[:, 0].float()
+        example = {"input_ids": ids, "labels": labels}
+        kind = kind_of(self.model)
+        if kind is not None and kind.alike:
+            example["pixel_values"] = pixels_of(self.model, sequences)
+        return example
 
 
 def subject(
@@ -198,7 +207,15 @@ def _from_hugging_face(name: str, context_tokens: int | None, head_pieces: int |
     with torch.device("meta"):
         model = build(sizes, str(file), as_stored=True)
     freeze_tower(model)  # as atom train does
-    return Subject(_name_of(name, file), context, model, head_pieces)
+    made = Subject(_name_of(name, file), context, model, head_pieces)
+    kind = kind_of(model)
+    if kind is None or not source.is_dir():
+        told = "name the folder of the model, which has its processor"
+        return made if kind is None or kind.alike else replace(made, images_left_out=told)
+    try:
+        return replace(made, pictured=assumed_picture(sizes, source, context))
+    except AtomError as error:
+        return made if kind.alike else replace(made, images_left_out=str(error))
 
 
 def _name_of(name: str, file: Path) -> str:
@@ -298,7 +315,9 @@ class _Measured:
         device = open_device("auto", self._device_memory_bytes)
         try:
             chain = _with_data(analysis.chain, analysis.costs)
-            return take_profile(device, chain, analysis.costs, {}, measured_overhead).times
+            return take_profile(
+                device, chain, analysis.costs, analysis.inputs, measured_overhead
+            ).times
         finally:
             device.close()
 

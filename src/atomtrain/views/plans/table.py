@@ -93,7 +93,8 @@ def _model(report: Report) -> list[tuple[str, str]]:
             "model",
             f"{format_count(report.parameters)} parameters, {len(analysis.costs.layers)} layers, "
             f"sequences of {report.prospect.context_tokens} tokens",
-        )
+        ),
+        *([] if report.images is None else [("images", report.images)]),
     ]
 
 

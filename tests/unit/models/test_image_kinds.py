@@ -1,0 +1,25 @@
+"""Models that read images: those that are trained, and why others are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from atomtrain.errors import ConfigError
+from atomtrain.models.hugging_face import HuggingFaceConfig, build
+from atomtrain.models.image_text import KINDS
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("mistral3", "its processor needs torchvision"),
+        ("paligemma", "its processor writes texts anew"),
+        ("idefics2", "of such models these are: llava"),
+    ],
+)
+def test_other_kinds_are_refused_with_the_reason(kind: str, why: str) -> None:
+    sizes = HuggingFaceConfig(config={"model_type": kind}, vocabulary=1, context=1, width=1)
+    with pytest.raises(ConfigError, match="which reads images and is not trained here") as told:
+        build(sizes)
+    assert why in str(told.value)
+    assert all(known in str(told.value) for known in KINDS)
