@@ -68,10 +68,10 @@ def test_values_wait_once_for_each_device_whatever_lies_on_disk(tiny: Subject) -
         one, two, three = (model.host_bytes(shape) for model in models)
         assert len({model.state_bytes for model in models}) == 1
         grown += [two - one, three - two]
-    # What the two lower segments read waits for backward, for each of two micro-batches.
-    row_bytes = analysis.costs.values[chain.layers[1].reads[0]].n_bytes
-    assert row_bytes > 0
-    assert set(grown) == {2 * row_bytes}
+    # Each of two micro-batches, and what the second segment reads of it, waits for backward.
+    waiting = (*chain.inputs, chain.layers[1].reads[0])
+    waiting_bytes = sum(analysis.costs.values[name].n_bytes for name in waiting)
+    assert set(grown) == {2 * waiting_bytes}
 
 
 def with_disk(tiny: Subject, bytes_per_s: float, host_memory_bytes: int = GIB) -> Prospect:
@@ -110,10 +110,14 @@ def test_further_gradients_count_once_where_a_disk_asks_for_more_tokens(tiny: Su
 
 
 def test_host_memory_that_several_devices_do_not_fit(tiny: Subject) -> None:
-    needed = with_disk(tiny, 1e12).plan.host_bytes
+    free = with_disk(tiny, 1e12)
+    needed = free.plan.host_bytes
     assert with_disk(tiny, 1e12, needed).plan.host_bytes == needed
+    fewer = with_disk(tiny, 1e12, needed - 1)  # micro-batches, which lie there, too
+    assert fewer.plan.host_bytes < needed
+    assert fewer.tokens_per_step < free.tokens_per_step
     with pytest.raises(PlanError, match=r"on 2 devices takes .* or fewer devices"):
-        with_disk(tiny, 1e12, needed - 1)
+        with_disk(tiny, 1e12, needed // 2)
 
 
 def test_parameters_lie_on_disk_for_one_device_only() -> None:
