@@ -27,9 +27,10 @@ _DRAIN_BYTES = 1 << 14
 """Bytes after which a stream is asked whether it has room: slow links move it in seconds."""
 _LATE_SHARE = 0.05
 """Of the stall deadline by which a stream may be given up late: so it need not be moved often."""
-LEAST_BYTES_PER_S = 1000.0
-"""What comes slower, on average and beyond one stall deadline, does not come: the least upload
-limit. So who sends a byte now and then holds nobody for longer than what is sent would take so."""
+LEAST_BYTES_PER_S = 100.0
+"""What comes slower, on average and beyond one stall deadline, does not come: a tenth of the least
+upload limit, which all streams of a peer have in common. So who sends a byte now and then holds
+nobody for longer than what is sent would take so."""
 OPEN_S = 10.0
 """What opening a stream may take where the caller says nothing."""
 _INBOX_MAX = 64

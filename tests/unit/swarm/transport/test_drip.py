@@ -10,6 +10,7 @@ import pytest
 
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import Known, Propose, encode
+from atomtrain.swarm.transport.rates import Pacer
 from atomtrain.swarm.transport.transport import LEAST_BYTES_PER_S, Channel, LinkLost
 from tests.support.swarm_virtual import run_virtual
 
@@ -78,5 +79,19 @@ def test_who_gives_what_counts_as_least_may_go_on() -> None:
         said = encode(Propose(round_index=3))
         await theirs.send_bytes(struct.pack(">I", len(said)) + said)
         assert await mine.receive(Propose, 1.0) == Propose(round_index=3)
+
+    run_virtual(scenario)
+
+
+def test_streams_that_share_the_least_upload_limit_go_on() -> None:
+    """A member of a round sends to all others at once."""
+
+    async def scenario() -> None:
+        pacer, pairs = Pacer(1000.0), [channel_pair("me", str(i), STALL_S) for i in range(6)]
+        for mine, _ in pairs:
+            mine.pacer = pacer
+        coming = [theirs.receive_into(memoryview(bytearray(MANY))) for _, theirs in pairs]
+        await asyncio.gather(*coming, *(mine.send_bytes(bytes(MANY)) for mine, _ in pairs))
+        assert asyncio.get_running_loop().time() > 0.9 * len(pairs) * MANY / 1000.0
 
     run_virtual(scenario)
