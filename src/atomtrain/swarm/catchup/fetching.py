@@ -34,6 +34,9 @@ _log = logging.getLogger("atomtrain.swarm")
 _RETRY_S = 0.5
 _LOOKS = 2
 """Times that the records are read before nobody is believed to be there."""
+_HALVINGS = 3
+"""Who could not tell asks for half as long for the next anchor, so often at most: else peers that
+answer nothing would hold a newcomer for the same time at each fragment."""
 _PIECE_BYTES = 1 << 20
 _EACH = 8
 """Who fetches asks one peer for seven at most."""
@@ -154,6 +157,8 @@ class Fetcher:
         """Fetches under way from each donor."""
         self._arrivals: Counter[int] = Counter()
         """By fragment: times that something of an anchor came."""
+        self._in_doubt = 0
+        """Anchors in a row that this peer, a newcomer, has taken without knowing whose is right."""
 
     async def fetch_better(
         self, fragment: int, own: Stamp, doubted: Collection[str] = ()
@@ -225,8 +230,8 @@ class Fetcher:
 
         Donors that fail are not asked again until their next record; while there is none to ask,
         the membership records are read again. Who has no anchor of its own takes one that most of
-        those who are asked have had, too; if there is none for half of `patience_s`, any, and the
-        log says so.
+        those who are asked have had, too; if there is none for half of `patience_s`, or less where
+        it could not tell of the last ones either, any, and the log says so.
 
         Raises:
             SwarmError: for `patience_s` no donor gave any of it, or all peers have left.
@@ -234,7 +239,7 @@ class Fetcher:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + patience_s
         newcomer = self._context.mailbox.stamp(fragment) is None
-        sure_until_s = loop.time() + patience_s / 2
+        sure_until_s = loop.time() + patience_s / (2 << min(self._in_doubt, _HALVINGS))
         why, nobody = "no peer has it", 0
         while True:
             unvouched: dict[str, str] = {}
@@ -242,7 +247,9 @@ class Fetcher:
                 if unvouched and loop.time() >= sure_until_s:
                     break
                 try:
-                    return await self.fetch_from(donor, fragment, vouched=newcomer)
+                    fetched = await self.fetch_from(donor, fragment, vouched=newcomer)
+                    self._in_doubt = 0
+                    return fetched
                 except NotVouched as error:
                     why = unvouched[donor] = str(error)
                     _log.info("fetching fragment %d: %s", fragment, error)
@@ -258,6 +265,7 @@ class Fetcher:
                 except (LinkLost, BadMessage) as error:
                     self._failed(donor, fragment, error)
                 else:
+                    self._in_doubt += 1
                     _log.warning(
                         "fragment %d: %s; this peer could not tell whose is right, and has taken "
                         "that of peer %s", fragment, doubt, donor[-8:],

@@ -113,13 +113,13 @@ async def swarm(honest: tuple[str, ...], liars: tuple[str, ...]) -> Simulation:
     return simulation
 
 
-def mute(peer: SimulatedPeer, until_s: float = math.inf) -> None:
+def mute(peer: SimulatedPeer, until_s: Callable[[], float] = lambda: math.inf) -> None:
     """Have a peer take the question what it has had, and not answer before that time."""
     answer = peer.service._answer_question
 
     async def hang(channel: Channel, message: Message) -> None:
         if isinstance(message, AskKnown):
-            await asyncio.sleep(until_s - asyncio.get_running_loop().time())
+            await asyncio.sleep(until_s() - asyncio.get_running_loop().time())
         await answer(channel, message)
 
     peer.service._answer_question = hang  # type: ignore[method-assign]
@@ -191,6 +191,33 @@ def test_where_nobody_answers_a_newcomer_says_that_it_could_not_tell(
     assert "3 have not answered; this peer could not tell whose is right" in caplog.text
 
 
+def test_who_answers_nothing_does_not_hold_a_newcomer_at_each_fragment() -> None:
+    """It asks less long for the next ones; once one could be told, as long as ever."""
+
+    async def scenario() -> None:
+        simulation = await swarm(HONEST, ())
+        late = SimulatedPeer(simulation, "late", 0.5)
+        await late.service.start()
+        loop, silent_until_s = asyncio.get_running_loop(), math.inf
+        for name in HONEST:
+            mute(simulation.peers[name], lambda: silent_until_s)
+
+        async def held_s() -> float:
+            begun_s = loop.time()
+            await late.service.fetcher.fetch(0, 40.0)
+            return loop.time() - begun_s
+
+        held = [await held_s() for _ in range(8)]
+        assert held[0] >= 20.0
+        assert sum(held) < 20.0 + 10.0 + 5.0 + 5 * 2.5 + 8 * 3.0
+        silent_until_s = 0.0
+        assert await held_s() < 2.5
+        silent_until_s = math.inf
+        assert await held_s() >= 20.0
+
+    run_virtual(scenario)
+
+
 @pytest.mark.parametrize("late", ["answers", "links"])
 def test_a_newcomer_asks_again_who_has_not_answered(
     caplog: pytest.LogCaptureFixture, late: str
@@ -199,8 +226,9 @@ def test_a_newcomer_asks_again_who_has_not_answered(
         simulation = await swarm(HONEST, LIARS[:1])
         Liars([simulation.peers[LIARS[0]]], the_lower_hash)
         await asyncio.sleep(2)
+        until_s = asyncio.get_running_loop().time() + 6.0
         for name in HONEST if late == "answers" else ():
-            mute(simulation.peers[name], asyncio.get_running_loop().time() + 6.0)
+            mute(simulation.peers[name], lambda: until_s)
         stores = [simulation.peers[name].service.context.mailbox.store for name in HONEST]
         failed = HONEST if late == "links" else ()
         for fragment, anchor in enumerate(await joined(simulation, 0, failed)):
