@@ -155,6 +155,8 @@ class Fetcher:
         self._partial: dict[int, Partial] = {}
         self._asked: Counter[str] = Counter()
         """Fetches under way from each donor."""
+        self._fruitless: Counter[str] = Counter()
+        """Fetches of a newcomer's that each donor ended with nothing good."""
         self._arrivals: Counter[int] = Counter()
         """By fragment: times that something of an anchor came."""
         self._in_doubt = 0
@@ -246,6 +248,8 @@ class Fetcher:
             for donor in self._donors(fragment, first):
                 if unvouched and loop.time() >= sure_until_s:
                     break
+                if not self._context.roster.answers(donor):  # it has failed another fetch since
+                    continue
                 try:
                     fetched = await self.fetch_from(donor, fragment, vouched=newcomer)
                     self._in_doubt = 0
@@ -289,6 +293,7 @@ class Fetcher:
 
     def _failed(self, donor: str, fragment: int, error: SwarmError) -> None:
         _log.info("fetching fragment %d: %s; trying another peer", fragment, error)
+        self._fruitless[donor] += 1
         self._context.roster.suspect(donor)
 
     async def fetch_from(
@@ -406,12 +411,15 @@ class Fetcher:
     def _donors(self, fragment: int, first: Collection[str]) -> list[str]:
         """Return those that have the fragment: the best anchor, and the least to do, first."""
 
-        # Who has nothing of its own to go by prefers what several agree on.
+        # Who has nothing of its own to go by prefers what several agree on, then who has not
+        # failed: who gives nothing, but renews its record, is not asked first at each fragment.
         newcomer = self._context.mailbox.stamp(fragment) is None
 
-        def order(holder: Holder) -> tuple[bool, bool, bool, bool, int]:
+        def order(holder: Holder) -> tuple[bool, bool, int, bool, bool, int]:
             wanted, asked = holder.peer_id in first, self._asked[holder.peer_id]
-            return not wanted, newcomer and holder.lonely, holder.stale, holder.joining, asked
+            fruitless = self._fruitless[holder.peer_id] if newcomer else 0
+            lonely = newcomer and holder.lonely
+            return not wanted, lonely, fruitless, holder.stale, holder.joining, asked
 
         holders = self._context.roster.holders(fragment, self._context.slack(fragment))
         return [holder.peer_id for holder in sorted(holders, key=order)]

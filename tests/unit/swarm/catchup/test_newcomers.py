@@ -218,6 +218,31 @@ def test_who_answers_nothing_does_not_hold_a_newcomer_at_each_fragment() -> None
     run_virtual(scenario)
 
 
+def test_donors_that_give_nothing_hold_a_newcomer_once_each() -> None:
+    """They accept streams, renew their records and say nothing; their ids sort first."""
+    silent = ("A1", "A2", "A3", "A4")
+
+    async def scenario() -> None:
+        simulation = await swarm((*HONEST, *silent), ())
+
+        async def hang(channel: Channel, ask: AskAnchor, anchor: Anchor) -> None:
+            await asyncio.sleep(math.inf)
+
+        for name in silent:
+            simulation.peers[name].service._donations.send = hang  # type: ignore[method-assign]
+        late = SimulatedPeer(simulation, "late", 0.5)
+        await late.service.start()
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        for _ in range(10):
+            await late.service.fetcher.fetch(0, 40.0)
+            await asyncio.sleep(2.0)  # all of them renew their records
+            late.service.context.roster.update(await late.service.context.directory.records())
+        assert loop.time() - begun_s < 10 * 3.0 + len(silent) * 5.0
+
+    run_virtual(scenario)
+
+
 @pytest.mark.parametrize("late", ["answers", "links"])
 def test_a_newcomer_asks_again_who_has_not_answered(
     caplog: pytest.LogCaptureFixture, late: str
