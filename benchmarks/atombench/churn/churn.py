@@ -283,7 +283,7 @@ class _Churn:
 
 def _arguments(setup: ChurnSetup, data: str | None) -> list[str]:
     rates = ["--steps", str(_STEPS), "--evaluate-every", "500", "--checkpoint-every", "200"]
-    # The witness does the sum again: of plain means.
+    # The witness does the sum again: of means that no outer update changes.
     averaging = ["--local-steps", str(setup.local_steps), "--outer", "mean"]
     averaging += ["--seed", str(setup.seed)]
     text = [] if data is None else ["--data", data]
