@@ -186,7 +186,9 @@ def _open(
         if options.head_pieces == "auto":
             chain = split_head_as_needed(chain, costs, opened.torch_device)
             costs = layer_costs(chain, inputs, opened.torch_device)
-        (chain, costs, profile), compiling = _profiled(chain, costs, inputs, devices, options)
+        (chain, costs, profile), compiling = _profiled(
+            chain, costs, inputs, devices, options, images_grow=traced.larger is not None
+        )
         made = optimizer_of(chain, optimizer)
         machine = machine_of_all(_machine_with_disk(profile.machine, chain, options), devices)
         states = None if options.disk is None else states_of(made)
@@ -236,6 +238,8 @@ def _profiled(
     inputs: Mapping[str, Any],
     devices: Sequence[Device],
     options: Options,
+    *,
+    images_grow: bool,
 ) -> tuple[Profiled, CompileChoice]:
     """Return the layers, compiled if they shall be, and what is known of them.
 
@@ -254,7 +258,11 @@ def _profiled(
         return taken(*with_compiled_costs(templates, costs, inputs, device), measure)
 
     choice = choice_of(
-        options.compile, devices, deterministic=options.deterministic, profile=options.profile
+        options.compile,
+        devices,
+        deterministic=options.deterministic,
+        images_grow=images_grow,
+        profile=options.profile,
     )
     if choice is not None and choice.compiled:
         return compile_all(options.profile), choice

@@ -144,7 +144,7 @@ class EngineCore:
             PlanError: no plan fits.
         """
         planner = self.planner
-        if planner.options.compile:
+        if planner.compiling.compiled:
             raise ConfigError(
                 "the images of a micro-batch are larger than those of the example, and layers are "
                 "compiled; swap the model with its largest images as the example"

@@ -106,8 +106,9 @@ class Options:
         check=check_compile,
     )
     """`"auto"` compiles nothing for a processor (the emulated device too), several devices,
-    deterministic runs, or without a profile. `Engine.compiling` says what was chosen: who trains
-    on from what he saved gives that again, for the same bits."""
+    deterministic runs, where images may become larger than the example's, or without a profile.
+    `Engine.compiling` says what was chosen: who trains on from what he saved gives that again, for
+    the same bits."""
     deterministic: bool = option(
         False,
         "Choose GPU kernels that give the same bits in each run; slower, and models with an "

@@ -16,6 +16,7 @@ from tests.golden.models.test_any_model import adamw, loss_in
 from tests.golden.models.test_front_parts import least_kib
 from tests.support import vision_models
 from tests.support.any_models import Case
+from tests.support.compile_times import CompileTimes
 from tests.support.engine_models import swap
 from tests.support.reference import assert_equal_training, train, twin
 
@@ -140,6 +141,22 @@ def test_what_does_not_fit_is_told_and_smaller_images_go_on() -> None:
         resident = adamw(reference.parameters())
         assert engine.step([small]) == train(reference, [[small]], resident, loss_in)[0]
         assert_equal_training(engine, reference, resident)
+
+
+def test_auto_compiles_no_model_whose_images_may_become_larger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = CompileTimes()
+    times.speed_ratio = 9.0
+    times.install(monkeypatch)
+    (small,), _, (large,), _ = steps()
+    model, _ = vision_models.qwen2_5_vl()
+    reference = twin(model)
+    with swap(model, small, optimizer=adamw, compile="auto") as engine:
+        assert not engine.compiling.compiled
+        assert times.compiled == 0
+        expected = train(reference, [[large]], adamw(reference.parameters()), loss_in)
+        assert [engine.step([large])] == expected
 
 
 def test_compiled_layers_want_the_largest_images_as_the_example() -> None:

@@ -61,10 +61,14 @@ class Compiler:
         return profiled(self.seconds, by_compiler=True)
 
 
-def chosen(devices: list[Any], **given: Any) -> CompileChoice | None:
+def chosen(devices: list[Any], *, images_grow: bool = False, **given: Any) -> CompileChoice | None:
     options = Options(**given)
     return choice_of(
-        options.compile, devices, deterministic=options.deterministic, profile=options.profile
+        options.compile,
+        devices,
+        deterministic=options.deterministic,
+        images_grow=images_grow,
+        profile=options.profile,
     )
 
 
@@ -87,6 +91,7 @@ def test_auto_tries_on_one_gpu_and_nowhere_else(device: Any) -> None:
     [
         ({"deterministic": True}, [CARD], "deterministic"),
         ({"profile": False}, [CARD], "profile"),
+        ({"images_grow": True}, [CARD], "images may become larger"),
         ({}, [CARD, CARD], "one device"),
     ],
 )

@@ -63,6 +63,7 @@ def choice_of(
     devices: Sequence[Device],
     *,
     deterministic: bool,
+    images_grow: bool,
     profile: bool | Literal["again"],
 ) -> CompileChoice | None:
     """Return what is chosen without a measurement; `None`: `auto` is to try both ways.
@@ -71,6 +72,8 @@ def choice_of(
         wanted: Whether to compile.
         devices: That train.
         deterministic: Whether each run shall have the same bits.
+        images_grow: Whether images may become larger than the example's: what is compiled takes
+            none that are.
         profile: Whether there is one.
     """
     if wanted != "auto":
@@ -81,6 +84,8 @@ def choice_of(
         return CompileChoice(False, "compiled layers run on one device")
     if deterministic:
         return CompileChoice(False, "auto leaves layers as they are in deterministic runs")
+    if images_grow:
+        return CompileChoice(False, "auto leaves layers as they are where images may become larger")
     if not profile:
         return CompileChoice(False, "auto compiles by what a profile shows, and none is made")
     return None
