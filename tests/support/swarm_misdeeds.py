@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from atomtrain.errors import SwarmError
+from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm import Swarm
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, digest_of
 from atomtrain.swarm.anchors.stamps import Stamp
@@ -27,7 +27,6 @@ from atomtrain.swarm.transport.messages import (
     AskAnchor,
     AskManifest,
     AskStatus,
-    BadMessage,
     Contribution,
     HoldOn,
     Invite,

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import random
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.rounds.context import Context
-from atomtrain.swarm.transport.messages import AskKnown, BadMessage, Known
+from atomtrain.swarm.transport.messages import AskKnown, Known
 from atomtrain.swarm.transport.transport import Channel, LinkLost
 
 _ASKED = 16
