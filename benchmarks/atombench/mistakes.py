@@ -8,6 +8,7 @@ and no new file.
 
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
 import sys
@@ -25,13 +26,25 @@ _QUICK_EVERY = 4
 _PEER = "12D3KooWJCGm3rTQcJcNZEtzqgqBRGP9Nm5aTDuHkrKyQu1RRpqQ"
 _TINY = ("train", "--model", "tiny", "--data", "text.txt")
 
-FILES = {
+FILES: dict[str, str | bytes] = {
     "empty.txt": "",
     "recipe.yaml": "modle: tiny\n",
     "others.yaml": "model: tiny\nreport_to: wandb\n",
     "list.yaml": "- tiny\n- text.txt\n",
     "rows.jsonl": '{"question": "Who?"}\n',
     "broken.jsonl": '{"text": \n',
+    "tab.yaml": "model: tiny\n\tdata: text.txt\n",
+    "bom.yaml": "\ufeffmodle: tiny\n",
+    "typed.yaml": "model: tiny\nlearning_rate: 1e-3x\n",
+    "alias.yaml": "model: &m tiny\ndata: *n\n",
+    "nothing.yaml": "",
+    "axolotl.yml": "base_model: tiny\nlearning_rate: fast\n",
+    "switch.yml": "base_model: tiny\nadapter: lora\nload_in_8bit: maybe\n",
+    "path.yml": "base_model: tiny\ndatasets:\n  - path: 5\n    type: alpaca\n",
+    "fake.parquet": "no table\n",
+    "packed.txt": gzip.compress(b"a text\n" * 200, mtime=0),
+    "wide.txt": "a text\n".encode("utf-16"),
+    "pointer.txt": "version https://git-lfs.github.com/spec/v1\n",
 }
 """What lies in the folder beside the text."""
 
@@ -114,6 +127,37 @@ MISTAKES = (
     Mistake(("prove", "--device", "toaster"), "there is no device 'toaster'"),
     Mistake(("completion", "tcsh"), "Did you mean 'zsh'?"),
     Mistake(("simulate",), "MODEL is missing"),
+    Mistake((*_TINY, "--lr", "1e-3x"), "--lr takes a number"),
+    Mistake((*_TINY, "--lr", "3e\u22124"), "looks like a minus"),
+    Mistake((*_TINY, "\u2013steps", "5"), "type --steps"),
+    Mistake((*_TINY, "\u2014steps=5"), "type --steps"),
+    Mistake((*_TINY, "--steps", "1e3"), "takes a whole number"),
+    Mistake((*_TINY, "-steps", "5"), "Did you mean '--steps'?"),
+    Mistake((*_TINY, "--host", "localhost:80"), "is no IPv4 address"),
+    Mistake(("--model", "tiny", "train"), "the command comes first"),
+    Mistake(("atom", "train"), "stands there twice"),
+    Mistake(("train", "."), ". is a folder"),
+    Mistake(("train", "text.txt"), "give --data text.txt"),
+    Mistake(("train", "--model", "text.txt", "--data", "tiny"), "tiny does not exist"),
+    Mistake(("train", "tab.yaml"), "tab.yaml:2: not YAML"),
+    Mistake(("train", "bom.yaml"), "bom.yaml:1: there is no key 'modle'"),
+    Mistake(("train", "typed.yaml"), "typed.yaml:2: learning_rate must be a number"),
+    Mistake(("train", "alias.yaml"), "alias.yaml:2: not YAML (found undefined alias"),
+    Mistake(("train", "nothing.yaml"), "nothing.yaml is empty"),
+    Mistake(("train", "--model", "tiny", "--data", "fake.parquet"), "is not parquet"),
+    Mistake(("train", "--model", "tiny", "--data", "packed.txt"), "gunzip"),
+    Mistake(("train", "--model", "tiny", "--data", "wide.txt"), "iconv -f UTF-16"),
+    Mistake(("train", "--model", "tiny", "--data", "pointer.txt"), "git lfs pull"),
+    Mistake(("train", "--model", "tiny", "--data", "https://a.org/b.txt"), "download it"),
+    Mistake(("import", "axolotl.yml"), "learning_rate must be of type float"),
+    Mistake(("import", "switch.yml"), "load_in_8bit must be true or false"),
+    Mistake(("import", "path.yml"), "path must be the name of a data set or a file"),
+    Mistake(("import", "recipe.yaml"), "none of its keys is one of theirs"),
+    Mistake(("import", "."), ". is a folder"),
+    Mistake(("import", "alias.yaml"), "has aliases"),
+    Mistake(("plan", "tiny", "--machine", "gone.json"), "--machine gone.json"),
+    Mistake(("plan", "tiny", "--gpu", "RTX 4090"), "Did you mean 'rtx-4090'?"),
+    Mistake(("dashboard", "text.txt"), "there is no folder text.txt"),
 )
 
 
@@ -179,7 +223,8 @@ def make(mistake: Mistake) -> Answer:
         lines = (f"{n}: a peer meets another peer in round {n % 7}.\n" for n in range(300))
         (folder / "text.txt").write_text("".join(lines), encoding="utf-8")
         for file, text in FILES.items():
-            (folder / file).write_text(text, encoding="utf-8")
+            content = text.encode() if isinstance(text, str) else text
+            (folder / file).write_bytes(content)
         environment = {**os.environ, "XDG_CACHE_HOME": str(folder / ".cache")}
         before = _files(folder)
         started_s = time.perf_counter()

@@ -68,6 +68,10 @@ class SwarmError(AtomError):
     """A swarm that cannot be started, reached or joined."""
 
 
+class BadMessage(SwarmError):  # noqa: N818 - what it is reads better than what it raises
+    """A peer sent something that this protocol does not allow."""
+
+
 def reason_of(error: BaseException) -> str:
     """Return the first line of what an error says, as a part of a sentence: no full stop."""
     return str(error).strip().partition("\n")[0].rstrip(". ")

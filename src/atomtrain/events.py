@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import threading
@@ -11,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
+
+from atomtrain import locks
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -45,7 +46,7 @@ class EventLog:
             self._file = path.open("a", encoding="utf-8")
             with contextlib.suppress(OSError):  # a file system without locks
                 # Waits for who looks whether there is a lock, which takes microseconds.
-                fcntl.flock(self._file, fcntl.LOCK_SH)
+                locks.share(self._file)
             if _ends_in_mid_line(path):
                 self._file.write("\n")  # so that the broken line costs only itself
         self._listeners: list[Listener] = []
@@ -80,7 +81,7 @@ def is_abandoned(path: Path) -> bool:
     """
     try:
         with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks.take(file)
             return time.time() - os.fstat(file.fileno()).st_mtime > SILENT_S
     except OSError:
         return False

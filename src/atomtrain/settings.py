@@ -9,6 +9,7 @@ fields.
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -183,6 +184,16 @@ def check_text(flag: str, text: str) -> None:
 def check_port(flag: str, port: int) -> None:
     if not 0 <= port < 65536:
         raise ConfigError(f"{flag} must be 0 to 65535, not {port}")
+
+
+def check_ip4(flag: str, host: str) -> None:
+    """Refuse what is not an address to listen on."""
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError as error:
+        raise ConfigError(
+            f"{flag} {host!r} is no IPv4 address; give 0.0.0.0 (all) or one of this machine's"
+        ) from error
 
 
 def check_name(flag: str, name: str) -> None:

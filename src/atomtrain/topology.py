@@ -7,6 +7,7 @@ outside Linux, each function says what it takes for granted.
 from __future__ import annotations
 
 import functools
+import mmap
 import os
 import platform
 from pathlib import Path
@@ -15,6 +16,8 @@ SYSTEM = Path("/sys/devices/system")
 _STATUS = Path("/proc/self/status")
 ASSUMED_CACHE_BYTES = 64 << 20
 """Of a host that does not tell: more than desktops have, less than large servers."""
+ASSUMED_MEMORY_BYTES = 8 << 30
+"""Likewise; `--host-memory` says how much a model may take."""
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -48,8 +51,20 @@ def machine() -> dict[str, str | int]:
 
 
 def memory_bytes() -> int:
-    """Return the bytes of physical memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Return the bytes of physical memory; `ASSUMED_MEMORY_BYTES` where nothing tells."""
+    return _pages("SC_PHYS_PAGES") * mmap.PAGESIZE or ASSUMED_MEMORY_BYTES
+
+
+def free_memory_bytes() -> int:
+    """Return the bytes of memory that nothing uses; half of all where nothing tells."""
+    return _pages("SC_AVPHYS_PAGES") * mmap.PAGESIZE or memory_bytes() // 2
+
+
+def _pages(name: str) -> int:
+    try:
+        return os.sysconf(name)
+    except (AttributeError, ValueError, OSError):  # Windows has no such call, macOS fewer names
+        return 0
 
 
 @functools.cache

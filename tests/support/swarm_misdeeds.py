@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from atomtrain.errors import SwarmError
+from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm import Swarm
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, digest_of
 from atomtrain.swarm.anchors.stamps import Stamp
@@ -30,7 +30,6 @@ from atomtrain.swarm.transport.messages import (
     AskKnown,
     AskManifest,
     AskStatus,
-    BadMessage,
     Contribution,
     HoldOn,
     Invite,

@@ -7,10 +7,9 @@ import math
 from atomresearch.simulation.compare import ELEMENTS_PER_S, LayerWork, Site
 from atomtrain.planning.catalogue import UPDATE_BYTES_PER_PARAMETER
 from atomtrain.planning.search.batch_search import Prospect
-from atomtrain.swarm.codecs.codec import codec_named, encoded_bytes
+from atomtrain.swarm.codecs.codec import base_codec, codec_named, encoded_bytes
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.rules import GROUP_SIZE
-from atomtrain.swarm.rounds.bases import base_codec
 
 _LARGEST_FRAGMENT_BYTES = 64 << 20
 _LEAST_FRAGMENTS = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import logging
 import os
 import shutil
@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from atomtrain import locks
 from atomtrain.checkpoint.reader import (
     MANIFEST_FILE,
     FileEntry,
@@ -118,7 +119,8 @@ def _only_writer(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which the kernel releases when the process dies, or refuse.
 
     A POSIX record lock, because children forked meanwhile must not inherit it; it does not tell
-    the threads of one process apart, so a set of folders does that.
+    the threads of one process apart, so a set of folders does that. Where there are no locks, only
+    saves of this process are told apart.
     """
     busy = CheckpointError(
         f"{folder} is being written by another save; give each run a checkpoint folder of its own"
@@ -137,9 +139,12 @@ def _only_writer(folder: Path) -> Iterator[None]:
     try:
         with _open_lock(folder) as lock:
             try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locks.take_for_process(lock)
             except BlockingIOError:
                 raise busy from None
+            except OSError as error:
+                if error.errno != errno.ENOLCK:
+                    raise
             yield
     finally:
         with _saving_guard:
@@ -149,7 +154,7 @@ def _only_writer(folder: Path) -> Iterator[None]:
 @contextmanager
 def _open_lock(folder: Path) -> Iterator[int]:
     try:
-        descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise CheckpointError(
             f"{folder} cannot be written ({error.strerror}); choose another checkpoint folder"
@@ -218,6 +223,8 @@ def _publish(unfinished: Path, final: Path) -> Path:
 
 
 def _sync_folder(folder: Path) -> None:
+    if not hasattr(os, "O_DIRECTORY"):  # Windows opens no folders
+        return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from atomtrain.cli.parsing import leaving_at_once, parse
 from atomtrain.errors import ConfigError
-from atomtrain.settings import check_port, check_size, option
+from atomtrain.settings import check_ip4, check_port, check_size, option
 from atomtrain.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,13 +36,7 @@ class DoctorOptions:
 
     def __post_init__(self) -> None:
         check_port("--port", self.port)
-        try:
-            ipaddress.IPv4Address(self.host)
-        except ValueError as error:
-            raise ConfigError(
-                f"--host {self.host!r} is no IPv4 address; give 0.0.0.0 (all) or one of this "
-                "machine's"
-            ) from error
+        check_ip4("--host", self.host)
 
 
 def run_doctor(arguments: Sequence[str]) -> int:

@@ -147,6 +147,8 @@ def _drop_output() -> None:
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         commands = "\n".join(f"  {name:<10} {about}" for name, about in COMMANDS.items())
         sys.stdout.write(_USAGE.format(commands=commands, version=__version__))
@@ -155,6 +157,12 @@ def _run(arguments: list[str]) -> int:
         sys.stdout.write(f"atom {__version__}\n")
         return 0
     name = arguments[0]
+    if name.startswith("-"):
+        raise ConfigError(
+            f"the command comes first, such as 'atom train {name}'; see 'atom --help'"
+        )
+    if name == "atom":
+        raise ConfigError("'atom' stands there twice; leave one out")
     if name not in COMMANDS:
         raise ConfigError(
             f"there is no command {name!r}.{nearest(name, COMMANDS)} "

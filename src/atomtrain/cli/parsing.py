@@ -35,6 +35,8 @@ _OURS = (
 _LONGEST_LINE = 4000
 """Characters that are shown of what others may have written."""
 _INTERRUPTED = 128 + signal.SIGINT
+_LONG_DASHES = re.compile("[\u2010-\u2015\u2212]+")
+"""What word processors and web pages make of `-` and `--`."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,6 +55,8 @@ class Parser(argparse.ArgumentParser):
             if instead is not None:
                 raise ConfigError(f"{given} is not an option of {self.prog}; {instead}")
             hint = nearest(given, self._option_string_actions) if given else ""
+        if found := _LONG_DASHES.search(message):
+            hint = f" It has {found[0]!r}, which looks like a minus; type '-'."
         raise ConfigError(f"{message}.{hint} See '{self.prog} --help'")
 
 
@@ -108,6 +112,11 @@ def given_options(
     Raises:
         ConfigError: a mistake in the command line.
     """
+    for argument in arguments:
+        dashes = _LONG_DASHES.match(argument)
+        flag = dashes and f"--{argument[dashes.end() :].partition('=')[0].lstrip('-')}"
+        if flag in parser._option_string_actions:
+            raise ConfigError(f"{argument} begins with a dash that is not '-'; type {flag}")
     hints = typing.get_type_hints(kind)
     given = vars(parser.parse_args(_on_where_alone(kind, hints, arguments)))
     for name, value in given.items():

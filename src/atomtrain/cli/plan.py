@@ -138,6 +138,8 @@ class PlanOptions:
         if self.spend_gradients:
             check_spending(self.clip_norm, self.precision)
         memory_of(self)
+        if self.machine is not None and not self.machine.is_file():
+            raise ConfigError(f"--machine {self.machine}: there is no such file; check the path")
         if self.on_disk is not None and self.disk is None:
             raise ConfigError(f"--on-disk {self.on_disk} needs --disk DISK")
         if self.lora is not None:

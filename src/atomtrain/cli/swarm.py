@@ -190,8 +190,8 @@ def outside_config(run_name: str, key: Path | None, identity: Path | None) -> Sw
 
 
 async def _ask_any(config: SwarmConfig, addresses: Sequence[str]) -> dict[str, Any]:
+    from atomtrain.errors import BadMessage
     from atomtrain.swarm.node.probe import probing
-    from atomtrain.swarm.transport.messages import BadMessage
     from atomtrain.swarm.transport.transport import LinkLost
 
     reasons = {}

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import json
-import resource
+import mmap
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -253,7 +253,6 @@ def _content(token: Any) -> str | None:
 
 
 _MEMORY = Path("/proc/self/statm")
-_NO_LIMIT = resource.RLIM_INFINITY
 
 
 @contextlib.contextmanager
@@ -290,13 +289,16 @@ def bounded(file: str, most_s: float, more_bytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _memory_within(more_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if not _MEMORY.exists():
+    try:
+        pages = int(_MEMORY.read_text(encoding="ascii").split()[0])
+    except FileNotFoundError:  # not Linux, so there may be no such limits
         yield
         return
-    pages = int(_MEMORY.read_text().split()[0])
-    wanted = pages * resource.getpagesize() + more_bytes
-    limits = [limit for limit in (wanted, soft, hard) if limit != _NO_LIMIT]
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = pages * mmap.PAGESIZE + more_bytes
+    limits = [limit for limit in (wanted, soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
         yield

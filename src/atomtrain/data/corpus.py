@@ -28,6 +28,18 @@ from atomtrain.errors import DataError
 from atomtrain.units import format_bytes
 
 MIN_CHARACTERS = 4096
+_SIGNS = {
+    b"\x1f\x8b": "is compressed (gzip); unpack it with gunzip",
+    b"PK\x03\x04": "is compressed (zip); unpack it with unzip",
+    b"\xfd7zXZ": "is compressed (xz); unpack it with unxz",
+    b"BZh": "is compressed (bzip2); unpack it with bunzip2",
+    b"\x28\xb5\x2f\xfd": "is compressed (zstd); unpack it with unzstd",
+    b"\xff\xfe": "is text in UTF-16; convert it with iconv -f UTF-16 -t UTF-8",
+    b"\xfe\xff": "is text in UTF-16; convert it with iconv -f UTF-16 -t UTF-8",
+    b"version https://git-lfs": "is a pointer of Git LFS; fetch the file with git lfs pull",
+}
+"""How files begin that people give instead of a text, and what to do about each."""
+_MOST_SIGN_BYTES = max(map(len, _SIGNS))
 _ID = re.compile(r"\w[\w.-]*/\w[\w-]*")
 """What looks like an id of Hugging Face; a suffix would make it a file."""
 DEMO_NAME = "King James Bible"
@@ -165,9 +177,24 @@ def _match(spec: str) -> Iterator[Path]:
         if os.path.isfile(path):
             if path.stat().st_size == 0:
                 raise DataError(f"{path} is empty; name a file with text in it")
+            _check_first_bytes(path)
             yield path
         else:
             yield from _match_many(part, path)
+
+
+def _check_first_bytes(path: Path) -> None:
+    """Refuse a file that was named and that, as it begins, is neither text nor rows."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_MOST_SIGN_BYTES)
+    except OSError:
+        return  # told where it is read
+    for sign, problem in _SIGNS.items():
+        if head.startswith(sign):
+            raise DataError(f"{path} {problem}, and name the result")
+    if path.suffix.lower() == ".parquet" and not head.startswith(b"PAR1"):
+        raise DataError(f"{path} is not parquet, as which it should begin with PAR1; restore it")
 
 
 def _match_many(part: str, path: Path) -> list[Path]:
@@ -181,7 +208,7 @@ def _match_many(part: str, path: Path) -> list[Path]:
         problem = "matches no file"
     else:
         found = []
-        problem = "does not exist"
+        problem = "is an address: download it" if "://" in part else "does not exist"
     if not found:
         named = f", or datasets:{part} for a data set of that id" if _ID.fullmatch(part) else ""
         raise DataError(

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from atomtrain.views.runs.display import Display
 
 LOG_LINES = 15
-STAGE_SIGNALS = (0, signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows, where either kills
+STAGE_SIGNALS = (0, signal.SIGINT, signal.SIGTERM, _KILL)
 """What peers get in each stage of their end: run on, save and leave, leave at once, be killed."""
 STAGE_NOTES = (
     "",
@@ -130,7 +131,7 @@ class _Peer:
         Its process id stays its own until it is reaped, so that nobody else can be hit.
         """
         if self.exit_code is None:
-            send = os.killpg if number == signal.SIGKILL else os.kill
+            send = os.killpg if number == _KILL else os.kill
             send(self.process.pid, number)
 
     def reap(self) -> bool:

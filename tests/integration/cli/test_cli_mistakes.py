@@ -105,7 +105,7 @@ def test_each_mistake_of_the_benchmark_is_answered(
     mistake: Mistake, workplace: Path, complaint: Complaint
 ) -> None:
     for name, text in FILES.items():
-        (workplace / name).write_text(text)
+        (workplace / name).write_bytes(text.encode() if isinstance(text, str) else text)
     before = fingerprint(workplace)
     assert mistake.needed in complaint(*mistake.arguments)
     assert fingerprint(workplace) == before

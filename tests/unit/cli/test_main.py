@@ -86,3 +86,10 @@ def test_what_takes_long_is_told_in_a_terminal_only(
     text = shown.getvalue()
     assert text.startswith("\r\x1b[Kdigging: 1 s") if is_terminal else not text
     assert not is_terminal or text.endswith("\r\x1b[K")  # the line is empty again
+
+
+def test_help_of_a_command_is_that_command_s_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["help", "plan"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: atom plan")

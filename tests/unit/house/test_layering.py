@@ -18,7 +18,17 @@ from tests.support.waiting import PATIENCE_S
 FOLDERS = {"atomtrain": "src", "atombench": "benchmarks", "atomresearch": "research"}
 BASE = {
     f"atomtrain.{name}"
-    for name in ("errors", "units", "events", "files", "lazy", "progress", "settings", "topology")
+    for name in (
+        "errors",
+        "units",
+        "events",
+        "files",
+        "lazy",
+        "locks",
+        "progress",
+        "settings",
+        "topology",
+    )
 }
 ANALYSIS = ("export", "layers", "costs", "head")
 PLANNING = ("plan", "cost", "search")

@@ -215,3 +215,13 @@ def test_the_command_writes_what_atom_train_reads(
     assert main(["import", str(tmp_path / "nowhere.yml")]) == 2
     assert main(["import", str(path)]) == 0
     assert "micro-batch: 2" in capsys.readouterr().out
+
+
+def test_columns_of_one_s_own_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yml"
+    file.write_text(
+        "base_model: tiny\ndatasets:\n  - path: a.jsonl\n    type: {field_instruction: question}\n"
+    )
+    found = imported(file)
+    assert found.values["data"] == ("a.jsonl",)
+    assert found.left_out == ["datasets: type of a.jsonl: rows need the names of the docs"]

@@ -10,12 +10,10 @@ kept.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import math
-import os
 import platform
 import statistics
 import time
@@ -27,6 +25,7 @@ from typing import Any
 
 import torch
 
+from atomtrain import locks
 from atomtrain.analysis.costs.costs import LayerCost, ValueSpec
 from atomtrain.analysis.costs.profile import LayerTime, check_time
 from atomtrain.analysis.layers.chain import Layer
@@ -38,6 +37,7 @@ from atomtrain.files import default_cache, replacing
 from atomtrain.native.build import fingerprint
 from atomtrain.native.library import core
 from atomtrain.planning.plan.machine import Machine
+from atomtrain.topology import allowed_cores
 
 VERSION = 13
 """Of the file's form, and of what its figures mean."""
@@ -65,7 +65,7 @@ def machine_key(device: Device) -> dict[str, Any]:
     return {
         "host": platform.node(),
         "processor": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(allowed_cores()),
         "device": device.name,
         "link_bytes_per_s": link,
         "threads": torch.get_num_threads(),
@@ -326,9 +326,11 @@ def _fresh(entry: Mapping[str, Any], now_s: float) -> bool:
 
 def _locked(descriptor: int) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        locks.take(descriptor)
+    except BlockingIOError:
         return False
+    except OSError:
+        return True  # without locks there are no turns
     return True
 
 

@@ -48,6 +48,7 @@ from atomtrain.errors import DeviceMemoryError, PlanError
 from atomtrain.planning.catalogue import estimate_times
 from atomtrain.planning.plan.machine import Machine
 from atomtrain.progress import Progress
+from atomtrain.topology import allowed_cores
 from atomtrain.units import format_bytes
 
 CROWDED_SHARE = 0.15
@@ -85,7 +86,7 @@ class Watch:
         ended = _now()
         if self._begun is None or ended is None:
             return 0.0
-        cores = len(os.sched_getaffinity(0))
+        cores = len(allowed_cores())
         return crowded_share(self._begun, ended, cores, torch.get_num_threads())
 
 
@@ -130,7 +131,7 @@ def _now() -> Moment | None:
     """Return the clocks; `None` where the kernel does not tell."""
     try:
         lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
-        mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        mine = {f"cpu{core}" for core in allowed_cores()}
         counts = [line.split() for line in lines if line.split(" ", 1)[0] in mine]
         ticks = sum(int(found[1 + field]) for found in counts for field in _BUSY_FIELDS)
     except (OSError, ValueError, IndexError):

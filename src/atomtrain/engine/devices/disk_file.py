@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
+import shutil
 import tempfile
 import threading
 from pathlib import Path
@@ -24,6 +24,7 @@ from atomtrain.units import format_bytes
 
 _PIECE_BYTES = 16 << 20
 """Moved by one system call: enough for a disk to be busy with, and other threads get their turn."""
+_CALLS = ("preadv", "pwritev", "posix_fallocate", "posix_fadvise")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -37,8 +38,14 @@ class DiskFile:
         """Take `n_bytes` of the disk of an existing folder.
 
         Raises:
-            DiskError: the folder cannot be written to, or its disk has less space.
+            DiskError: the folder cannot be written to, its disk has less space, or the system
+                lacks calls that this needs.
         """
+        if not all(hasattr(os, call) for call in _CALLS):
+            raise DiskError(
+                f"state on disk needs Linux: this system lacks one of {', '.join(_CALLS)}; leave "
+                "out --disk"
+            )
         self.folder = folder
         self.read_bytes = 0
         self.written_bytes = 0
@@ -145,6 +152,8 @@ class DiskFile:
         """Switch to direct I/O, if the file system takes it."""
         if not hasattr(os, "O_DIRECT") or self._size_bytes == 0:
             return False
+        import fcntl
+
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         page = aligned_empty(PAGE_BYTES).zero_()
         try:
@@ -167,8 +176,7 @@ class DiskFile:
 
 def free_bytes_of(folder: Path) -> int:
     """Return what this user may still write to the disk of a folder, in bytes."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    return shutil.disk_usage(folder).free
 
 
 def _open_nameless(folder: Path) -> int:
@@ -176,7 +184,7 @@ def _open_nameless(folder: Path) -> int:
         raise DiskError(f"{folder} is no folder; make it, or name another one for --disk")
     try:
         with contextlib.suppress(OSError, AttributeError):
-            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
         # Not every file system knows files without a name.
         descriptor, name = tempfile.mkstemp(prefix="atom-", dir=folder)
         os.unlink(name)

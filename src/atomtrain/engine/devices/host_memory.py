@@ -18,7 +18,6 @@ import contextlib
 import ctypes
 import functools
 import logging
-import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from atomtrain.engine.devices.device import Device
 from atomtrain.planning.plan.disk import PAGE_BYTES, paged
-from atomtrain.topology import memory_nodes
+from atomtrain.topology import free_memory_bytes, memory_bytes, memory_nodes
 from atomtrain.units import format_bytes
 
 SLAB_BYTES = 1 << 20
@@ -114,11 +113,10 @@ def keep_freed() -> bool:
     Otherwise the system takes memory back and fills it with zeros anew, over and over. Returns
     whether the library could be told.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        tell = ctypes.CDLL(None).mallopt
-        kept = tell(_M_TRIM_THRESHOLD, _MOST_THRESHOLD), tell(_M_MMAP_THRESHOLD, _MOST_MMAP_BYTES)
-        return all(kept)
-    return False
+    if (tell := _library_call("mallopt")) is None:
+        return False
+    kept = tell(_M_TRIM_THRESHOLD, _MOST_THRESHOLD), tell(_M_MMAP_THRESHOLD, _MOST_MMAP_BYTES)
+    return all(kept)
 
 
 def give_back() -> None:
@@ -175,15 +173,14 @@ def _set_policy(mode: int, nodes: Sequence[int]) -> bool:
 
 
 def _system_call(number: int, *arguments: Any) -> Any:
-    with contextlib.suppress(OSError, AttributeError):
-        return ctypes.CDLL(None).syscall(ctypes.c_long(number), *arguments)
-    return -1
+    call = _library_call("syscall")
+    return -1 if call is None else call(ctypes.c_long(number), *arguments)
 
 
 @functools.cache
 def _library_call(name: str) -> Callable[..., Any] | None:
     """Return a function of the C library, `None` where it has none of this name."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # Windows has no library `None`
         return getattr(ctypes.CDLL(None), name)  # type: ignore[no-any-return]
     return None
 
@@ -227,9 +224,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     Args:
         root: Where `proc` and `sys` lie; for tests.
     """
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    total_bytes = page_bytes * os.sysconf("SC_PHYS_PAGES")
-    available_bytes = page_bytes * os.sysconf("SC_AVPHYS_PAGES")
+    total_bytes, available_bytes = memory_bytes(), free_memory_bytes()
     for line in lines_of(root / "proc/meminfo"):
         name, _, rest = line.partition(":")
         if name in ("MemTotal", "MemAvailable"):

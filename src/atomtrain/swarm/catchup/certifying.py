@@ -12,14 +12,10 @@ import asyncio
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.certificate import complete, signers, stamp_of
 from atomtrain.swarm.rounds.context import Context
-from atomtrain.swarm.transport.messages import (
-    AskCertificate,
-    BadMessage,
-    Certificate,
-    Certificates,
-)
+from atomtrain.swarm.transport.messages import AskCertificate, Certificate, Certificates
 from atomtrain.swarm.transport.transport import Channel, LinkLost
 
 _AT_ONCE = 8

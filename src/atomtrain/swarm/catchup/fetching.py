@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from atomtrain.errors import SwarmError
+from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, digest_of, joined_parts
 from atomtrain.swarm.anchors.buffer_pool import pooled_empty
 from atomtrain.swarm.anchors.stamps import Stamp
@@ -27,7 +27,7 @@ from atomtrain.swarm.codecs.codec import all_finite, byte_view
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.roster import Holder
 from atomtrain.swarm.rounds.context import Context
-from atomtrain.swarm.transport.messages import AnchorHeader, AskAnchor, BadMessage
+from atomtrain.swarm.transport.messages import AnchorHeader, AskAnchor
 from atomtrain.swarm.transport.transport import Channel, LinkLost
 
 _log = logging.getLogger("atomtrain.swarm")

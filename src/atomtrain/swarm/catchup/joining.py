@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from atomtrain.errors import SwarmError
+from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm.membership.admission import NEEDS_KEY, Admission
 from atomtrain.swarm.membership.config import MANIFEST_BYTES_MAX, PROTOCOL, Manifest, SwarmConfig
 from atomtrain.swarm.membership.directory import SwarmClock
@@ -20,7 +20,7 @@ from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.addresses import dialled, first_hop
 from atomtrain.swarm.transport.libp2p import Libp2pTransport, peer_of
-from atomtrain.swarm.transport.messages import AskManifest, BadMessage, ManifestHeader, Open
+from atomtrain.swarm.transport.messages import AskManifest, ManifestHeader, Open
 from atomtrain.swarm.transport.transport import Channel, LinkLost, PeerRefused
 
 _MORE_S = 0.5

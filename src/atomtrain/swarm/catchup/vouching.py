@@ -15,11 +15,12 @@ import asyncio
 import random
 from enum import Enum
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.membership.records import PeerRecord
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.addresses import circuits_to
-from atomtrain.swarm.transport.messages import AskKnown, BadMessage, Known
+from atomtrain.swarm.transport.messages import AskKnown, Known
 from atomtrain.swarm.transport.transport import Channel, LinkLost, PeerRefused
 
 _ASKED = 16

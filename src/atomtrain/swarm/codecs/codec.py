@@ -95,6 +95,11 @@ def codec_named(name: str) -> Codec:
     return _CODECS[name]
 
 
+def base_codec(codec: Codec) -> Codec:
+    """Return how bases travel in a run whose changes travel with `codec`."""
+    return codec_named("float32" if codec.exact else "float16")
+
+
 def encoded_bytes(codec: Codec, span: Span) -> int:
     """Return the bytes of a whole slice, sent piece by piece."""
     return sum(codec.encoded_bytes(piece.elements) for piece in piece_spans(span))

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from atomtrain.errors import BadMessage
 from atomtrain.native import library
-from atomtrain.swarm.transport.messages import BadMessage
 
 SCALE_BYTES = 4
 """Bytes of a float32 scale."""

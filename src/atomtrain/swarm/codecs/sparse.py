@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from atomtrain.errors import BadMessage
 from atomtrain.native import library
 from atomtrain.native.library import address
 from atomtrain.swarm.codecs.dense import BlockCodec
@@ -26,7 +27,6 @@ from atomtrain.swarm.codecs.lossy import (
     encoded,
 )
 from atomtrain.swarm.codecs.names import TOPK
-from atomtrain.swarm.transport.messages import BadMessage
 
 BLOCK_ELEMENTS = 4096
 ONE_IN = 32

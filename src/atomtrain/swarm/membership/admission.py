@@ -15,8 +15,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from atomtrain.errors import ConfigError
-from atomtrain.swarm.transport.messages import BadMessage
+from atomtrain.errors import BadMessage, ConfigError
 
 KEY_BYTES_MIN = 16
 _STRETCHING = {"n": 1 << 15, "r": 8, "p": 1, "maxmem": 1 << 26, "dklen": 32}

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.certificate import (
     Verify,
     complete,
@@ -33,7 +34,7 @@ from atomtrain.swarm.anchors.certificate import (
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.membership.records import PeerRecord
 from atomtrain.swarm.membership.standing import Standing
-from atomtrain.swarm.transport.messages import BadMessage, Certificate, decode, encode
+from atomtrain.swarm.transport.messages import Certificate, decode, encode
 
 CHAIN_MAX = 8
 """Certificates that lead from an anchor back to what a peer knows, at most."""

@@ -15,12 +15,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from atomtrain.errors import SwarmError
+from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.records import RecordReader, sign_record
 from atomtrain.swarm.transport.identity import Identity
 from atomtrain.swarm.transport.libp2p import Libp2pTransport, peer_of
-from atomtrain.swarm.transport.messages import BadMessage
 
 _REPLICAS = 8
 """Nodes that keep the records: the nearest to their key."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import select
@@ -19,10 +18,9 @@ import struct
 import time
 from typing import NamedTuple, cast
 
-from atomtrain.errors import SwarmError
+from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.transport.identity import public_key_of
-from atomtrain.swarm.transport.messages import BadMessage
 
 GROUP, PORT = "239.192.65.84", 31065
 QUESTION_BYTES = 1200
@@ -236,6 +234,8 @@ def _listening(host: str) -> socket.socket:
 
 def _interfaces(host: str) -> list[tuple[int, str]]:
     """Return number and IPv4 address of each interface that a listening address stands for."""
+    import fcntl  # only where interfaces are asked: hivemind is for Linux only
+
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for index, name in socket.if_nameindex():

@@ -22,10 +22,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.transport.buckets import NEW_BYTES, Buckets, record_allowances
 from atomtrain.swarm.transport.identity import SIGNATURE_BYTES, Identity, verify
-from atomtrain.swarm.transport.messages import BadMessage
 
 RECORD_BYTES_MAX = 8 << 20
 TEXT_MAX = 512

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.stamps import (
     SLACK_VERSIONS,
     Limit,
@@ -29,7 +30,6 @@ from atomtrain.swarm.membership.records import (
 )
 from atomtrain.swarm.membership.standing import Standing
 from atomtrain.swarm.transport.addresses import circuits_to
-from atomtrain.swarm.transport.messages import BadMessage
 
 _log = logging.getLogger("atomtrain.swarm")
 _IMPATIENT_ROUNDS = 16

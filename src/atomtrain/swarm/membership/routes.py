@@ -8,11 +8,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.membership.deadlines import Waits
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.transport.addresses import Circuit, circuits_to, dialled
 from atomtrain.swarm.transport.identity import Identity
-from atomtrain.swarm.transport.messages import BadMessage, Joined, Open, RelayTo
+from atomtrain.swarm.transport.messages import Joined, Open, RelayTo
 from atomtrain.swarm.transport.relaying import Relay
 from atomtrain.swarm.transport.sealed import SealedChannel, agree_as_caller
 from atomtrain.swarm.transport.transport import Channel, LinkLost, Transport, begun

@@ -13,10 +13,11 @@ from __future__ import annotations
 import logging
 import random
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.node.network_thread import Tasks
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.rounds.proofs import Proven, Rulebook, accused, judge_proof, proof_bytes
-from atomtrain.swarm.transport.messages import Accuse, BadMessage, Heard, Proof
+from atomtrain.swarm.transport.messages import Accuse, Heard, Proof
 from atomtrain.swarm.transport.transport import Channel, LinkLost
 
 _log = logging.getLogger("atomtrain.swarm")

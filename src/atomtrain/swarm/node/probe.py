@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from atomtrain.errors import BadMessage
 from atomtrain.events import is_deep
 from atomtrain.swarm.codecs.slices import slices_per_member
 from atomtrain.swarm.membership.config import PROTOCOL, SwarmConfig, admission_of
@@ -25,7 +26,7 @@ from atomtrain.swarm.node.round_loop import Group
 from atomtrain.swarm.rounds.context import Context, opening_to
 from atomtrain.swarm.transport.addresses import Place, circuit_of, place_of
 from atomtrain.swarm.transport.libp2p import Libp2pTransport
-from atomtrain.swarm.transport.messages import AskStatus, BadMessage, Ping, Pong, StatusHeader
+from atomtrain.swarm.transport.messages import AskStatus, Ping, Pong, StatusHeader
 from atomtrain.swarm.transport.transport import Channel, LinkLost, PeerRefused, begun
 
 STATUS_BYTES_MAX = 32 << 20

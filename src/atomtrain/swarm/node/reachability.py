@@ -15,19 +15,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.membership.records import TEXT_MAX
 from atomtrain.swarm.node.network_thread import Tasks
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.addresses import circuits_to, dialled, through
-from atomtrain.swarm.transport.messages import (
-    AskDial,
-    BadMessage,
-    Call,
-    Dialled,
-    Holding,
-    HoldOn,
-    TakeCall,
-)
+from atomtrain.swarm.transport.messages import AskDial, Call, Dialled, Holding, HoldOn, TakeCall
 from atomtrain.swarm.transport.rates import Pacer
 from atomtrain.swarm.transport.sealed import agree_as_called
 from atomtrain.swarm.transport.transport import Channel, Handler, LinkLost

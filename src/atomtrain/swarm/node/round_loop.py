@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from atomtrain.errors import SwarmError
+from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm.anchors.anchors import Snapshot
 from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, Stamp
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
@@ -23,7 +23,6 @@ from atomtrain.swarm.rounds.proofs import Proven
 from atomtrain.swarm.rounds.round_member import RoundMember
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import (
-    BadMessage,
     Begin,
     Contribution,
     Decline,

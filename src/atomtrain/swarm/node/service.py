@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import replace
 from enum import Enum
 
-from atomtrain.errors import SwarmError
+from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor
 from atomtrain.swarm.anchors.trial import Refusal
 from atomtrain.swarm.catchup.certifying import send_certificates
@@ -41,7 +41,6 @@ from atomtrain.swarm.transport.messages import (
     AskKnown,
     AskManifest,
     AskStatus,
-    BadMessage,
     Contribution,
     Dialled,
     HoldOn,

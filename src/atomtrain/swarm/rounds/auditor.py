@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import torch
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.codecs.codec import byte_view
 from atomtrain.swarm.rounds.audits import Challenge, Claim, challenge, signature_bytes
 from atomtrain.swarm.rounds.bases import Bases
@@ -30,7 +31,6 @@ from atomtrain.swarm.rounds.owning import OwnedSlice, SliceMean, mean_codec
 from atomtrain.swarm.rounds.proofs import Proven
 from atomtrain.swarm.transport.messages import (
     Audit,
-    BadMessage,
     Begin,
     Contribution,
     Evidence,

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 
 import torch
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.anchors import Digest, Snapshot
 from atomtrain.swarm.anchors.buffer_pool import BufferPool, pooled_empty
 from atomtrain.swarm.anchors.updates import OuterUpdate, Place, rows_of
 from atomtrain.swarm.codecs.codec import (
     Codec,
+    base_codec,
     byte_view,
-    codec_named,
     decode_span,
     encode_span,
     square_of,
@@ -27,16 +28,10 @@ from atomtrain.swarm.codecs.codec import (
 from atomtrain.swarm.codecs.slices import Span, piece_spans
 from atomtrain.swarm.membership.guards import JUDGED_ELEMENTS, Guard
 from atomtrain.swarm.rounds.owning import Offload
-from atomtrain.swarm.transport.messages import BadMessage
 from atomtrain.swarm.transport.transport import Channel
 
 _ROUNDING = 2.0**-10
 """More than a base's rounding may change a number, relative to it."""
-
-
-def base_codec(codec: Codec) -> Codec:
-    """Return how bases travel in a run whose changes travel with `codec`."""
-    return codec_named("float32" if codec.exact else "float16")
 
 
 def stepped(snapshot: Snapshot, update: OuterUpdate, span: Span) -> torch.Tensor:

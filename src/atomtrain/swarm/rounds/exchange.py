@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.buffer_pool import exchange_memory, pooled_empty
 from atomtrain.swarm.codecs.codec import Codec, byte_view, decode_span, square_of
 from atomtrain.swarm.codecs.slices import (
@@ -41,13 +42,7 @@ from atomtrain.swarm.rounds.owning import (
     mean_codec,
     mean_digest,
 )
-from atomtrain.swarm.transport.messages import (
-    BadMessage,
-    Begin,
-    Change,
-    Contribution,
-    Mean,
-)
+from atomtrain.swarm.transport.messages import Begin, Change, Contribution, Mean
 from atomtrain.swarm.transport.transport import Channel, LinkLost, begun
 
 

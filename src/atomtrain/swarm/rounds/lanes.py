@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.codecs.slices import streams_per_neighbour
-from atomtrain.swarm.transport.messages import BadMessage
 from atomtrain.swarm.transport.transport import Channel, LinkLost
 
 

@@ -8,20 +8,13 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.stamps import Stamp, best_of, supersedes
-from atomtrain.swarm.codecs.codec import encoded_bytes
+from atomtrain.swarm.codecs.codec import base_codec, encoded_bytes
 from atomtrain.swarm.codecs.slices import Span, slices_per_member
-from atomtrain.swarm.rounds.bases import base_codec
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.rounds.leader_state import LeaderRound, Outgoing, Phase, RoundCall
-from atomtrain.swarm.transport.messages import (
-    BadMessage,
-    Decline,
-    Invite,
-    Message,
-    Ready,
-    Refused,
-)
+from atomtrain.swarm.transport.messages import Decline, Invite, Message, Ready, Refused
 from atomtrain.swarm.transport.transport import Channel, LinkLost, PeerRefused
 
 _log = logging.getLogger("atomtrain.swarm")

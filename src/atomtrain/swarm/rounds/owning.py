@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from msgspec.structs import replace
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.anchors import Digest
 from atomtrain.swarm.anchors.buffer_pool import BufferPool
 from atomtrain.swarm.codecs.codec import (
@@ -40,7 +41,7 @@ from atomtrain.swarm.rounds.commitments import (
     sealed_text,
     seals_digest,
 )
-from atomtrain.swarm.transport.messages import BadMessage, Begin, Evidence, Mean, Seal
+from atomtrain.swarm.transport.messages import Begin, Evidence, Mean, Seal
 from atomtrain.swarm.transport.transport import Channel
 
 

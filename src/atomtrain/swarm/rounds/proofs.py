@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import torch
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.codecs.codec import Codec, decode_span
 from atomtrain.swarm.codecs.slices import Span, piece_spans, slice_spans, slices_per_member
 from atomtrain.swarm.membership.guards import Guard, bounded_weights
 from atomtrain.swarm.rounds.audits import Claim, Verify, signature_bytes
 from atomtrain.swarm.rounds.commitments import chunk_spans, group_digest, mean_text, seals_digest
 from atomtrain.swarm.rounds.owning import mean_codec, mean_digest
-from atomtrain.swarm.transport.messages import BadMessage, Proof
+from atomtrain.swarm.transport.messages import Proof
 
 
 class Proven(NamedTuple):

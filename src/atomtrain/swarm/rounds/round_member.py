@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, Origin, Snapshot, split_parts, whole
 from atomtrain.swarm.anchors.certificate import unsigned
 from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, Stamp
@@ -34,7 +35,6 @@ from atomtrain.swarm.rounds.making import Made, Making
 from atomtrain.swarm.rounds.proofs import Proven
 from atomtrain.swarm.transport.messages import (
     Abandon,
-    BadMessage,
     Begin,
     Certificate,
     Commit,

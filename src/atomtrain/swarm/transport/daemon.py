@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import selectors
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from atomtrain import locks
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.transport.identity import Identity
 
@@ -179,7 +179,7 @@ class RuntimeFolder:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
         locked = self.path / f".{_LOCK}"
         self._lock = os.open(locked, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.take(self._lock)
         locked.rename(self.path / _LOCK)
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ def _is_forgotten(folder: Path) -> bool:
         ours = all(entry.is_socket() or entry.name == f".{_LOCK}" for entry in folder.iterdir())
         return ours and time.time() - folder.stat().st_mtime > _UNLOCKED_S
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.take(lock)
     except BlockingIOError:
         return False
     else:

@@ -26,8 +26,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.transport.buckets import STREAMS, Buckets, allowances
-from atomtrain.swarm.transport.messages import BadMessage
 from atomtrain.swarm.transport.secure import PUBLIC_BYTES, Agreement, SecureChannel
 from atomtrain.swarm.transport.transport import OPEN_S, Channel, Handler, LinkLost
 

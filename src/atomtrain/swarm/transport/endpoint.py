@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atomtrain.errors import ConfigError
-from atomtrain.settings import check_port, option
+from atomtrain.settings import check_ip4, check_port, option
 
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 
@@ -36,6 +36,7 @@ class Endpoint:
         "IPv4 address to listen on for other peers. Default: 0.0.0.0 (all) with --run and --join, "
         "else 127.0.0.1 (this machine only).",
         "IP",
+        check=check_ip4,
     )
     listen_port: int = option(0, "TCP port to listen on; 0 is any free one.", "N", check=check_port)
     announce_host: str | None = option(

@@ -11,7 +11,7 @@ from typing import Annotated, Union
 import msgspec
 from msgspec import Meta
 
-from atomtrain.errors import SwarmError
+from atomtrain.errors import BadMessage
 
 MESSAGE_BYTES_MAX = 1 << 20
 OPENING_BYTES_MAX = 1 << 14
@@ -25,10 +25,6 @@ Counts = Annotated[tuple[Count, ...], _LIST]
 Texts = Annotated[tuple[Text, ...], _LIST]
 Flags = Annotated[tuple[bool, ...], _LIST]
 Reals = Annotated[tuple[Real, ...], _LIST]
-
-
-class BadMessage(SwarmError):  # noqa: N818 - what it is reads better than what it raises
-    """A peer sent something that this protocol does not allow."""
 
 
 class Message(

@@ -25,8 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.transport.messages import (
-    BadMessage,
     Call,
     Holding,
     HoldOn,

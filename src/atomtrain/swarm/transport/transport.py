@@ -14,10 +14,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Protocol, TypeVar
 
-from atomtrain.errors import SwarmError
+from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm.transport import messages
 from atomtrain.swarm.transport.identity import Identity
-from atomtrain.swarm.transport.messages import BadMessage, Message, Refused
+from atomtrain.swarm.transport.messages import Message, Refused
 from atomtrain.swarm.transport.rates import Pacer
 
 _LENGTH = struct.Struct(">I")

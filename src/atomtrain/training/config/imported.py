@@ -77,6 +77,10 @@ _HANDLED = {
 }
 
 
+_SWITCHES = {"load_in_4bit", "load_in_8bit", "use_dora", "peft_use_dora", "use_rslora"}
+_KNOWN = {*KINDS, *_NEEDLESS, *_HANDLED, "optimizer"}
+
+
 class Imported(NamedTuple):
     """What a recipe of another tool becomes."""
 
@@ -93,6 +97,16 @@ def imported(path: Path) -> Imported:
         ConfigError: it cannot be read, or says something that cannot be.
     """
     said = _read(path)
+    if not said.keys() & _KNOWN:
+        raise ConfigError(
+            f"{path} is not a recipe of axolotl or LLaMA-Factory: none of its keys is one of "
+            "theirs; 'atom init' asks and writes a recipe"
+        )
+    for name in _SWITCHES & said.keys():
+        if not isinstance(said[name], bool):
+            raise ConfigError(
+                f"{path}: {name} must be true or false, not {said[name]!r}; correct it there"
+            )
     left_out: list[str] = []
     values = {name: _typed(path, name, said[name]) for name in _SAME if name in said}
     values.update(_adapters(said, left_out))
@@ -119,6 +133,8 @@ def imported(path: Path) -> Imported:
 def _read(path: Path) -> dict[str, Any]:
     import yaml
 
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name a recipe of axolotl or LLaMA-Factory in it")
     if not path.is_file():
         raise ConfigError(f"there is no file {path}; name a recipe of axolotl or LLaMA-Factory")
     try:
@@ -274,7 +290,13 @@ def _of_axolotl(said: Mapping[str, Any], key: str, left_out: list[str]) -> Itera
         if files:
             yield files if isinstance(files, str) else ",".join(map(str, files))
             continue
-        path = str(known.get("path"))
+        path = known.get("path")
+        if not isinstance(path, str):
+            raise ConfigError(
+                f"{key}: path must be the name of a data set or a file, not {path!r}; correct it"
+            )
+        if isinstance(known.get("type"), Mapping):
+            left_out.append(f"{key}: type of {path}: rows need the names of the docs")
         if Path(path).suffix or Path(path).exists():
             yield path
         else:

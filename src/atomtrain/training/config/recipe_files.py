@@ -57,6 +57,8 @@ def recipe_path(given: str) -> Path:
         return path
     if given in ready:
         return ready[given]
+    if path.is_dir():
+        raise ConfigError(f"{given} is a folder; give a recipe file, or a text with --data")
     if path.suffix in SUFFIXES or len(path.parts) > 1:
         raise ConfigError(f"there is no recipe file {given}; 'atom init' writes one")
     raise ConfigError(

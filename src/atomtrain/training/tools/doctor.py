@@ -8,7 +8,6 @@ import importlib.metadata
 import ipaddress
 import os
 import platform
-import resource
 import shutil
 import socket
 import tempfile
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atomtrain.files import existing
+from atomtrain.topology import allowed_cores
 from atomtrain.units import format_bytes
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -26,7 +26,7 @@ _DISK_PROBE_BYTES = 64 << 20
 _LEAST_DISK_BYTES = 10 * _GIB
 _LEAST_DISK_BYTES_PER_S = 100e6
 _MOST_PINNED_BYTES = 4 * _GIB
-_LEAST_FILES = 1024
+_LEAST_FILES, _MANY_FILES = 1024, 65536
 _CLOCK_ERROR = 5  # TIME_ERROR of adjtimex(2): the clock is not synchronised
 _SOCKET_FOLDER_MAX = 60
 
@@ -121,15 +121,15 @@ def _pinned(free_bytes: int) -> Iterator[Finding]:
         return
     from atomtrain.engine.devices.pinning import pinnable_bytes
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    soft, hard = _limits_of("RLIMIT_MEMLOCK")
     tried_bytes = min(free_bytes // 2, _MOST_PINNED_BYTES)
     pinned_bytes = pinnable_bytes(vendor, tried_bytes)
     if pinned_bytes >= tried_bytes:
         yield Finding("pinned memory", OK, f"{format_bytes(pinned_bytes)} can be pinned, or more")
         return
-    limit = "" if soft == resource.RLIM_INFINITY else f", the limit is {format_bytes(soft)}"
+    limit = "" if soft is None else f", the limit is {format_bytes(soft)}"
     text = f"{format_bytes(pinned_bytes)} of memory can be pinned{limit}"
-    raised = "ulimit -l unlimited" if hard == resource.RLIM_INFINITY else (
+    raised = "ulimit -l unlimited" if hard is None else (
         "put '* - memlock unlimited' into /etc/security/limits.conf and log in anew; in a "
         "container, start it with --ulimit memlock=-1"
     )  # fmt: skip
@@ -179,8 +179,9 @@ def _network(host: str, port: int) -> Iterator[Finding]:
         yield Finding("port", PROBLEM, f"{host}:{port}: {error.strerror}", fix)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            for shared in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-                probe.setsockopt(socket.SOL_SOCKET, shared, 1)
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if hasattr(socket, "SO_REUSEPORT"):  # not on Windows
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             probe.bind(("", PORT))
         yield Finding("lan", OK, f"runs can be found on the local network (UDP port {PORT})")
     except OSError as error:
@@ -221,19 +222,34 @@ def _clock() -> Iterator[Finding]:
 
 
 def _limits() -> Iterator[Finding]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = f"{soft} files and sockets may be open"
-    fix = f"ulimit -n {min(hard, 65536)}"
-    yield _found("open files", text, fix if 0 <= soft < _LEAST_FILES else None)
+    soft, hard = _limits_of("RLIMIT_NOFILE")
+    text = f"{'any number of' if soft is None else soft} files and sockets may be open"
+    fix = f"ulimit -n {min(hard or _MANY_FILES, _MANY_FILES)}"
+    yield _found("open files", text, fix if soft is not None and soft < _LEAST_FILES else None)
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > _SOCKET_FOLDER_MAX:
         text = f"{folder} has too long a name for sockets; /tmp is used"
         yield Finding("temporary folder", OK, text)
-    cores = len(os.sched_getaffinity(0))
+    if not hasattr(os, "getloadavg"):
+        return
+    cores = len(allowed_cores())
     busy = os.getloadavg()[0]
     text = f"{cores} cores, {busy:.1f} programs want one on average"
     fix = "other programs will slow training down"
     yield _found("processor", text, fix if busy > cores else None)
+
+
+def _limits_of(name: str) -> tuple[int | None, int | None]:
+    """Return the soft and the hard limit of a resource; `None` where there is none."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None, None
+    soft, hard = (
+        None if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(getattr(resource, name))
+    )
+    return soft, hard
 
 
 def _profile() -> Iterator[Finding]:
@@ -288,7 +304,7 @@ def _write_rate(place: Path) -> float:
 
 def _clock_state() -> int | None:
     """Return what adjtimex(2) says without changing anything; None where there is none."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, TypeError):
         # 208 bytes: struct timex on 64-bit Linux; all zero asks only.
         state = int(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512)))
         return state if state >= 0 else None

@@ -84,8 +84,8 @@ class SwarmSource:
             self._say(f"the swarm cannot be watched any more: {error}")
 
     async def _follow(self) -> None:
+        from atomtrain.errors import BadMessage
         from atomtrain.swarm.node.probe import probing
-        from atomtrain.swarm.transport.messages import BadMessage
         from atomtrain.swarm.transport.transport import LinkLost
 
         silent = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import mmap
 import time
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def _resident_bytes() -> int | None:
         pages = int(_STATM.read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):
         return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return pages * mmap.PAGESIZE
 
 
 def tell_timeline(engine: Engine, step: int, events: EventLog) -> None:

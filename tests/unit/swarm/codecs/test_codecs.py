@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomtrain.errors import ConfigError
+from atomtrain.errors import BadMessage, ConfigError
 from atomtrain.swarm.codecs.codec import (
     Codec,
     codec_named,
@@ -20,7 +20,6 @@ from atomtrain.swarm.codecs.codec import (
 from atomtrain.swarm.codecs.names import CODEC_NAMES
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.codecs.sparse import kept
-from atomtrain.swarm.transport.messages import BadMessage
 
 _LOSSY = ("int8", "int4", "topk")
 

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atomtrain.errors import BadMessage
 from atomtrain.native import build, library
 from atomtrain.swarm.codecs.codec import Codec, codec_named
 from atomtrain.swarm.codecs.dense import keys_of, uniform
 from atomtrain.swarm.codecs.names import CODEC_NAMES
 from atomtrain.swarm.codecs.sparse import SparseMeanCodec, kept
-from atomtrain.swarm.transport.messages import BadMessage
 
 LEVELS = {
     "this processor's": library.core(),

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atomtrain.errors import ConfigError, SwarmError
+from atomtrain.errors import BadMessage, ConfigError, SwarmError
 from atomtrain.swarm.membership.admission import Admission, key_of, read_allowed, read_secret
-from atomtrain.swarm.transport.messages import BadMessage
 from tests.support.swarm_virtual import Simulation, run_virtual
 
 _KEY, _OTHER = b"k" * 32, b"o" * 32

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomtrain.errors import SwarmError
+from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm.catchup.fetching import origin_of
 from atomtrain.swarm.codecs.codec import codec_named, encode_span
 from atomtrain.swarm.membership import lan
@@ -26,7 +26,7 @@ from atomtrain.swarm.node.probe import receive_status
 from atomtrain.swarm.transport import messages
 from atomtrain.swarm.transport.identity import Identity
 from atomtrain.swarm.transport.memory import channel_pair
-from atomtrain.swarm.transport.messages import AnchorHeader, BadMessage, Certificate, Message
+from atomtrain.swarm.transport.messages import AnchorHeader, Certificate, Message
 from atomtrain.swarm.transport.sealed import agree_as_called, agree_as_caller
 from atomtrain.swarm.transport.transport import LinkLost
 from tests.support.swarm_virtual import run_virtual

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomtrain.errors import ConfigError
+from atomtrain.errors import BadMessage, ConfigError
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.catchup import joining
 from atomtrain.swarm.membership import records
@@ -37,7 +37,6 @@ from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.node.service import beat_pause_s
 from atomtrain.swarm.transport.daemon import RuntimeFolder
 from atomtrain.swarm.transport.identity import Identity, public_key_of, verify
-from atomtrain.swarm.transport.messages import BadMessage
 from atomtrain.swarm.transport.transport import LinkLost
 from tests.support.swarm_virtual import Simulation, run_virtual
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.membership.records import RecordReader, sign_record
 from atomtrain.swarm.transport.buckets import HOST_TIMES, NEW_BYTES, record_allowances
 from atomtrain.swarm.transport.identity import Identity
-from atomtrain.swarm.transport.messages import BadMessage
 
 NOW_S = 1e9
 BURST, PER_S = (HOST_TIMES * each for each in record_allowances(30.0)[NEW_BYTES])

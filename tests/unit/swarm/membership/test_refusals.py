@@ -8,6 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.anchors import Anchor, Origin, Snapshot
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.catchup import fetching
@@ -22,7 +23,6 @@ from atomtrain.swarm.transport.messages import (
     OPENING_BYTES_MAX,
     AnchorHeader,
     AskAnchor,
-    BadMessage,
     Begin,
     Contribution,
     Decline,

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.stamps import RunAge, Stamp
 from atomtrain.swarm.anchors.trial import Refusal
 from atomtrain.swarm.membership import roster as roster_module
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.rounds.leader_state import LeaderRound, RoundCall
-from atomtrain.swarm.transport.messages import BadMessage, Begin, Invite, Ready
+from atomtrain.swarm.transport.messages import Begin, Invite, Ready
 from tests.support.swarm_virtual import SimulatedPeer, run_virtual
 from tests.unit.swarm.membership.test_claims import forged, lie, quiet
 from tests.unit.swarm.membership.test_membership import ALICE, MALLORY, record_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from atomtrain.cli.parsing import complain
-from atomtrain.errors import SwarmError
+from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.catchup.fetching import Donations
@@ -30,7 +30,6 @@ from atomtrain.swarm.transport.messages import (
     AnchorHeader,
     AskAnchor,
     AskDial,
-    BadMessage,
     Call,
     Commit,
     HoldOn,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.node.probe import receive_status
-from atomtrain.swarm.transport.messages import BadMessage
 from atomtrain.views.dashboard.remote import SwarmSource
 
 

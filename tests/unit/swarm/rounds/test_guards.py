@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Merge
 from atomtrain.swarm.membership.guards import Guard, bounded_weights
@@ -20,7 +21,7 @@ from atomtrain.swarm.membership.standing import Standing
 from atomtrain.swarm.rounds.exchange import Exchange, checked_place
 from atomtrain.swarm.rounds.exchange_setup import ExchangeSetup
 from atomtrain.swarm.rounds.owning import OwnedSlice, SliceReduction
-from atomtrain.swarm.transport.messages import BadMessage, Begin
+from atomtrain.swarm.transport.messages import Begin
 from tests.support.swarm_virtual import Simulation, run_virtual
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.codecs.slices import streams_per_neighbour
 from atomtrain.swarm.rounds.exchange import together
 from atomtrain.swarm.rounds.lanes import Lane, Lanes
 from atomtrain.swarm.transport.memory import channel_pair
-from atomtrain.swarm.transport.messages import BadMessage
 from atomtrain.swarm.transport.transport import Channel, LinkLost
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.codecs.codec import byte_view, codec_named, encode_span
 from atomtrain.swarm.codecs.names import CODEC_NAMES
 from atomtrain.swarm.membership.guards import Guard
@@ -28,7 +29,6 @@ from atomtrain.swarm.rounds.owning import OwnedSlice, mean_codec, mean_digest
 from atomtrain.swarm.rounds.proofs import Proven, Rulebook, accused, judge_proof, proof_bytes
 from atomtrain.swarm.transport.messages import (
     Accuse,
-    BadMessage,
     Begin,
     Evidence,
     Heard,

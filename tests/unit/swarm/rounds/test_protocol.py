@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomtrain.errors import SwarmError
+from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.membership.records import PeerRecord
@@ -21,7 +21,6 @@ from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import (
     Abandon,
     AskAnchor,
-    BadMessage,
     Begin,
     Commit,
     Decline,

@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atomtrain.errors import BadMessage
 from atomtrain.swarm.transport.buckets import HOST_TIMES, STREAMS, Allowance
 from atomtrain.swarm.transport.direct import OFFER_BYTES, Congestion, Direct, Offer
-from atomtrain.swarm.transport.messages import BadMessage, Propose
+from atomtrain.swarm.transport.messages import Propose
 from atomtrain.swarm.transport.rates import Pacer
 from atomtrain.swarm.transport.secure import Agreement, SecureChannel
 from atomtrain.swarm.transport.transport import CHUNK_BYTES, Channel, LinkLost, host_of
