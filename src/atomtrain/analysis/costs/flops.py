@@ -102,5 +102,7 @@ def _splits(heads: int) -> int:
     if not torch.are_deterministic_algorithms_enabled() or not torch.accelerator.is_available():
         return 1
     there = torch.get_device_module()
-    found = there.get_device_properties(there.current_device())
+    if not hasattr(there, "get_device_properties"):  # Apple's
+        return 1
+    found = there.get_device_properties(torch.accelerator.current_device_index())
     return -(-int(getattr(found, "multi_processor_count", 1)) // heads)
