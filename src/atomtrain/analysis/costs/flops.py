@@ -104,5 +104,5 @@ def _splits(heads: int) -> int:
     there = torch.get_device_module()
     if not hasattr(there, "get_device_properties"):  # Apple's
         return 1
-    found = there.get_device_properties(torch.accelerator.current_device_index())
+    found = there.get_device_properties(there.current_device())
     return -(-int(getattr(found, "multi_processor_count", 1)) // heads)
