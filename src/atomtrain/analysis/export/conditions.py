@@ -47,10 +47,11 @@ def ways_to_trace(device: torch.device) -> list[Way]:
     """Return the ways to try, the most faithful first.
 
     A torch that was not built for a GPU ends the process where autograd meets a tensor on one, be
-    it a fake one. There is no GPU to run on either.
+    it a fake one. There is no GPU to run on either. The meta device is in every torch.
     """
     built = torch.accelerator.current_accelerator()  # for which kind, whether there is one or not
-    devices = [device, CPU] if built is not None and built.type == device.type else [CPU]
+    reached = {"meta", built.type if built is not None else "meta"}
+    devices = [device, CPU] if device.type in reached else [CPU]
     return [Way(seeming, as_eager) for as_eager in (True, False) for seeming in devices]
 
 
