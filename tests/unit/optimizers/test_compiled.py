@@ -275,6 +275,23 @@ def test_other_bits_are_noticed_and_pytorch_does_the_work(
     assert optimizer.scratch_bytes() > 0
 
 
+@pytest.mark.skipif(library.level() == "DEFAULT", reason="the processor or PyTorch does not fuse")
+@pytest.mark.parametrize("state", ["bfloat16", "int8"])
+def test_other_bits_are_noticed_although_rounded_moments_hide_them(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Last bits of the second moment differ where nothing is fused."""
+    owned, group = nn.Parameter(torch.zeros(4).bfloat16()), {"state": state, "master": "split"}
+    found = []
+    monkeypatch.setattr(moments, "SLICE", companding.SLICE)  # the random numbers of real runs
+    for level in (library.level(), "DEFAULT"):
+        core = ctypes.CDLL(str(build.library_path(level)))
+        monkeypatch.setattr(library, "core", lambda core=core: core)
+        monkeypatch.setattr(elementwise.ADAMW_PATHS, "_equal", {})
+        found.append(elementwise.ADAMW_PATHS.compiled_for(owned, torch.bfloat16, group))
+    assert found == [True, False]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
