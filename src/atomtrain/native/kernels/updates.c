@@ -150,8 +150,8 @@ INLINE float root_factor(float scale) {
     return 1.0f / sqrtf(scale < 1.2e-38f ? 1.2e-38f : scale);
 }
 
-/* 256 and the middle of one of 4096 parts of 0 to 1: a float32 whose last place is 2^-15. */
-INLINE float fraction(uint16_t part) { return float_of(0x43800004u + ((uint32_t)part << 3)); }
+/* 256 and the middle of one of 4096 parts of 0 to 1, by its lower bits: the last place is 2^-15. */
+INLINE float fraction(uint16_t lower) { return float_of(0x43800000u | lower); }
 
 INLINE void encode_first(const float *restrict in, int n, const uint16_t *restrict random,
                          int8_t *restrict codes, float *restrict scale) {
@@ -169,9 +169,9 @@ INLINE void encode_second(const float *restrict in, const float *restrict root, 
                           const uint16_t *restrict random, int8_t *restrict codes,
                           float *restrict scale) {
     *scale = largest(in, n);
-    const float factor = root_factor(*scale);
+    const float factor = 256.0f * root_factor(*scale);
     for (int i = 0; i < n; i++) {
-        int32_t whole = (int32_t)multiply_add(256.0f * root[i], factor, fraction(random[i]));
+        int32_t whole = (int32_t)multiply_add(root[i], factor, fraction(random[i]));
         whole = whole < 257 ? 257 : whole > 512 ? 512 : whole; /* no code is zero */
         codes[i] = (int8_t)(uint8_t)(whole + 127);
     }
