@@ -274,8 +274,5 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
             f"parameter of shape {list(parameter.shape)} and {parameter.dtype}; give it the "
             "parameter's own shape and type"
         )
-    if any(tensor.data_ptr() % tensor.element_size() for tensor in (parameter, gradient)):
-        raise ConfigError(
-            f"a parameter of shape {list(parameter.shape)} or its gradient does not begin at a "
-            "multiple of its element's size in memory; make it so with .clone()"
-        )
+    masters.check_aligned(parameter, "a parameter")
+    masters.check_aligned(gradient, "a gradient")

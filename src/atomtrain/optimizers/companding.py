@@ -85,11 +85,14 @@ def compact(kind: str) -> Tensor:
     """Return the whole table for the compiled core, of moments in `bfloat16` or `int8`.
 
     Returns:
-        `[n]` of 16 bits without sign, though int16 is what they are called: `offsets`, or which of
-        the 4096 parts `fractions` are the middle of.
+        `[n]` of 16 bits without sign, though int16 is what they are called: `offsets`, or the lower
+        16 bits of `fractions`.
     """
     table = _table()
-    words = table >> np.uint64(48) if kind == "bfloat16" else table & np.uint64(0xFFF)
+    if kind == "bfloat16":
+        words = table >> np.uint64(48)
+    else:
+        words = (table & np.uint64(0xFFF)) << np.uint64(3) | np.uint64(4)
     return torch.from_numpy(words.astype(np.uint16).view(np.int16))
 
 

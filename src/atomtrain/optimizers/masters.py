@@ -118,7 +118,17 @@ def stored_master(state: dict[str, Any], stream: Tensor, kind: str) -> Tensor:
             f"{list(stream.shape)}, which master={kind!r} needs; continue with the master= that "
             "it was saved with"
         )
+    check_aligned(found, f"the optimizer state's {KEYS[kind]}")
     return found
+
+
+def check_aligned(tensor: Tensor, name: str) -> None:
+    """Raise a `ConfigError` if a tensor begins where its elements cannot lie in memory."""
+    if tensor.data_ptr() % tensor.element_size():
+        raise ConfigError(
+            f"{name} of shape {list(tensor.shape)} does not begin at a multiple of its element's "
+            "size in memory; make it so with .clone()"
+        )
 
 
 def read(stream: Tensor, stored: Tensor) -> Tensor:

@@ -112,6 +112,7 @@ def check_place(state: dict[str, Any], key: str, shape: Sequence[int], parameter
             f"the optimizer state has {key} of shape {list(shape)} that is not contiguous in "
             "memory; make it so with .contiguous()"
         )
+    masters.check_aligned(found, f"the optimizer state's {key}")
 
 
 def adamw_update(

@@ -275,6 +275,23 @@ def test_other_bits_are_noticed_and_pytorch_does_the_work(
     assert optimizer.scratch_bytes() > 0
 
 
+@pytest.mark.skipif(library.level() == "DEFAULT", reason="the processor or PyTorch does not fuse")
+@pytest.mark.parametrize("state", ["bfloat16", "int8"])
+def test_other_bits_are_noticed_although_rounded_moments_hide_them(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Last bits of the second moment differ where nothing is fused."""
+    owned, group = nn.Parameter(torch.zeros(4).bfloat16()), {"state": state, "master": "split"}
+    found = []
+    monkeypatch.setattr(moments, "SLICE", companding.SLICE)  # the random numbers of real runs
+    for level in (library.level(), "DEFAULT"):
+        core = ctypes.CDLL(str(build.library_path(level)))
+        monkeypatch.setattr(library, "core", lambda core=core: core)
+        monkeypatch.setattr(elementwise.ADAMW_PATHS, "_equal", {})
+        found.append(elementwise.ADAMW_PATHS.compiled_for(owned, torch.bfloat16, group))
+    assert found == [True, False]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
@@ -314,11 +331,35 @@ def test_a_state_of_a_later_parameter_is_refused_before_an_earlier_one_is_writte
         assert all(torch.equal(one, other) for one, other in zip(owned, before, strict=True))
 
 
+def misaligned(count: int, dtype: torch.dtype) -> Tensor:
+    room = bytearray(1 + count * dtype.itemsize)
+    return torch.frombuffer(room, dtype=dtype, count=count, offset=1)
+
+
 def test_misaligned_memory_is_refused() -> None:
-    shifted = torch.frombuffer(bytearray(1205), dtype=torch.float32, count=300, offset=1)
     owned = nn.Parameter(torch.zeros(300))
-    with pytest.raises(ConfigError, match=r"multiple of its element's size"):
-        check_gradient(owned, shifted)
+    with pytest.raises(
+        ConfigError, match=r"a gradient of shape \[300\] does not begin"
+    ):
+        check_gradient(owned, misaligned(300, torch.float32))
+    with pytest.raises(ConfigError, match=r"a parameter of shape \[300\] does not begin"):
+        check_gradient(nn.Parameter(misaligned(300, torch.float32)), torch.zeros(300))
+
+
+@pytest.mark.parametrize("make", [AdamW, SGD])
+def test_a_misaligned_state_is_refused_before_anything_is_written(make: Any) -> None:
+    owned = nn.Parameter(torch.randn(300).bfloat16())
+    optimizer = make([owned], master="split", **({"momentum": 0.9} if make is SGD else {}))
+    owned.grad = torch.ones_like(owned)
+    optimizer.step()
+    state, before = optimizer.state[owned], owned.detach().clone()
+    moment = "exp_avg_sq" if make is AdamW else "momentum_buffer"
+    for key, dtype in ((moment, torch.float32), ("rest", torch.int16)):
+        right, state[key] = state[key], misaligned(300, dtype)
+        with pytest.raises(ConfigError, match=rf"state's {key} of shape \[300\] does not begin"):
+            optimizer.step()
+        state[key] = right
+    assert torch.equal(owned, before)
 
 
 def test_scales_of_another_length_and_a_momentum_of_another_shape_are_refused() -> None:

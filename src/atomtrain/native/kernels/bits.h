@@ -32,7 +32,8 @@ INLINE float from_bfloat16(uint16_t narrow) { return float_of((uint32_t)narrow <
    zero, and it stays what it is. */
 INLINE float nearest_bfloat16(float value) {
     uint32_t bits = bits_of(value);
-    return float_of((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000);
+    /* Adds 0x7FFF, and 1 to an odd one: so written, AVX-512 takes four instructions, not five. */
+    return float_of((bits - ((bits >> 16 & 1) ^ 0xFFFF8001)) & 0xFFFF0000);
 }
 
 /* Nearest, ties away from zero: what streams of masters are. */

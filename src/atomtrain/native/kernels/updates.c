@@ -12,12 +12,13 @@
 #include "bits.h"
 
 /* Elements that PyTorch's float32 loops take at once. The last elements of a parameter that are
-   fewer go through a plain loop there, which its compiler fused in another way. With AVX-512 it is
-   not 16: its compiler made vectors of 8 of the plain loop that follows those of 16. */
+   fewer go through a plain loop there, which its compiler fused in another way; not on Arm, where
+   AdamW's vectors are as that loop. With AVX-512 it is not 16: its compiler made vectors of 8 of the
+   plain loop that follows those of 16. */
 #if defined(__aarch64__)
-enum { VECTOR = 4 };
+enum { VECTOR = 4, ALIKE = 1 };
 #else
-enum { VECTOR = 8 };
+enum { VECTOR = 8, ALIKE = 0 };
 #endif
 
 struct wide {
@@ -29,30 +30,24 @@ INLINE float joined(uint16_t stream, uint16_t rest) {
     return float_of(((uint32_t)stream << 16) + (uint32_t)(int32_t)(int16_t)rest);
 }
 
+/* The factor is 1 unless a loss is scaled, and then nothing is clipped in 16 bits: so a clipped
+   gradient costs one multiplication, too. */
 INLINE void load_gradient(const struct parameter *p, int64_t at, int n, float *restrict out) {
-    const float by = p->coefficient, factor = p->factor;
-    if (p->gradient_kind == FLOAT32_GRADIENT) {
-        const float *in = (const float *)p->gradient + at;
-        if (p->clipped)
-            for (int i = 0; i < n; i++) out[i] = in[i] * by * factor;
-        else
-            for (int i = 0; i < n; i++) out[i] = in[i] * factor;
-        return;
-    }
+    const float by = p->clipped ? p->coefficient : p->factor;
+    const float *wide = (const float *)p->gradient + at;
     const uint16_t *in = (const uint16_t *)p->gradient + at;
-    if (p->gradient_kind == BFLOAT16_GRADIENT) {
-        if (p->clipped)
-            for (int i = 0; i < n; i++)
-                out[i] = nearest_bfloat16(from_bfloat16(in[i]) * by) * factor;
-        else
-            for (int i = 0; i < n; i++) out[i] = from_bfloat16(in[i]) * factor;
-    } else {
-        if (p->clipped)
-            for (int i = 0; i < n; i++)
-                out[i] = from_float16(to_float16(from_float16(in[i]) * by)) * factor;
-        else
-            for (int i = 0; i < n; i++) out[i] = from_float16(in[i]) * factor;
-    }
+    if (p->gradient_kind == FLOAT32_GRADIENT)
+        for (int i = 0; i < n; i++) out[i] = wide[i] * by;
+    else if (p->gradient_kind == BFLOAT16_GRADIENT && p->clipped)
+        for (int i = 0; i < n; i++) out[i] = nearest_bfloat16(from_bfloat16(in[i]) * by);
+    else if (p->gradient_kind == BFLOAT16_GRADIENT)
+        for (int i = 0; i < n; i++) out[i] = from_bfloat16(in[i]) * by;
+    else if (p->clipped)
+        for (int i = 0; i < n; i++) out[i] = from_float16(to_float16(from_float16(in[i]) * by));
+    else
+        for (int i = 0; i < n; i++) out[i] = from_float16(in[i]) * by;
+    if (p->clipped && p->factor != 1.0f)
+        for (int i = 0; i < n; i++) out[i] *= p->factor;
 }
 
 #define LOWER 0xFFFFu
@@ -72,23 +67,23 @@ INLINE void set_word(uint16_t *to, int index, uint32_t value) {
 /* A whole block's gradient, even elements apart from odd ones. */
 INLINE void load_gradient_pairs(const struct parameter *p, int64_t at, float *restrict even,
                                 float *restrict odd) {
-    if (p->gradient_kind != BFLOAT16_GRADIENT) {
+    const float by = p->clipped ? p->coefficient : p->factor;
+    const uint16_t *in = (const uint16_t *)p->gradient + at;
+    if (p->gradient_kind != BFLOAT16_GRADIENT || (p->clipped && p->factor != 1.0f)) {
         float all[BLOCK];
         load_gradient(p, at, BLOCK, all);
         for (int i = 0; i < BLOCK / 2; i++) even[i] = all[2 * i];
         for (int i = 0; i < BLOCK / 2; i++) odd[i] = all[2 * i + 1];
-        return;
-    }
-    const uint16_t *in = (const uint16_t *)p->gradient + at;
-    const float by = p->coefficient, factor = p->factor;
-    for (int i = 0; i < BLOCK / 2; i++) {
-        float low = float_of(word(in, i) << 16), high = float_of(word(in, i) & UPPER);
-        if (p->clipped) {
-            low = nearest_bfloat16(low * by);
-            high = nearest_bfloat16(high * by);
+    } else if (p->clipped) {
+        for (int i = 0; i < BLOCK / 2; i++) {
+            even[i] = nearest_bfloat16(float_of(word(in, i) << 16) * by);
+            odd[i] = nearest_bfloat16(float_of(word(in, i) & UPPER) * by);
         }
-        even[i] = low * factor;
-        odd[i] = high * factor;
+    } else {
+        for (int i = 0; i < BLOCK / 2; i++) {
+            even[i] = float_of(word(in, i) << 16) * by;
+            odd[i] = float_of(word(in, i) & UPPER) * by;
+        }
     }
 }
 
@@ -155,8 +150,8 @@ INLINE float root_factor(float scale) {
     return 1.0f / sqrtf(scale < 1.2e-38f ? 1.2e-38f : scale);
 }
 
-/* 256 and the middle of one of 4096 parts of 0 to 1: a float32 whose last place is 2^-15. */
-INLINE float fraction(uint16_t part) { return float_of(0x43800004u + ((uint32_t)part << 3)); }
+/* 256 and the middle of one of 4096 parts of 0 to 1, by its lower bits: the last place is 2^-15. */
+INLINE float fraction(uint16_t lower) { return float_of(0x43800000u | lower); }
 
 INLINE void encode_first(const float *restrict in, int n, const uint16_t *restrict random,
                          int8_t *restrict codes, float *restrict scale) {
@@ -174,9 +169,9 @@ INLINE void encode_second(const float *restrict in, const float *restrict root, 
                           const uint16_t *restrict random, int8_t *restrict codes,
                           float *restrict scale) {
     *scale = largest(in, n);
-    const float factor = root_factor(*scale);
+    const float factor = 256.0f * root_factor(*scale);
     for (int i = 0; i < n; i++) {
-        int32_t whole = (int32_t)multiply_add(256.0f * root[i], factor, fraction(random[i]));
+        int32_t whole = (int32_t)multiply_add(root[i], factor, fraction(random[i]));
         whole = whole < 257 ? 257 : whole > 512 ? 512 : whole; /* no code is zero */
         codes[i] = (int8_t)(uint8_t)(whole + 127);
     }
@@ -223,8 +218,8 @@ INLINE float adamw_element(struct adamw a, struct divisor correction, float valu
     const float weight = near ? a.weight1 : far;
     *first = multiply_add(weight, gradient - *first, near ? *first : gradient);
     float square = a.weight2 * gradient;
-    *second = tail ? multiply_add(*second, a.beta2, square * gradient)
-                   : multiply_add(square, gradient, *second * a.beta2);
+    *second = tail || ALIKE ? multiply_add(*second, a.beta2, square * gradient)
+                            : multiply_add(square, gradient, *second * a.beta2);
     *root = sqrtf(*second);
     float denominator = quotient(*root, correction) + a.eps;
     return value * a.keep + -a.step * *first / denominator;
