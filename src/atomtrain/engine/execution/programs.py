@@ -91,8 +91,8 @@ class LayerProgram(NamedTuple):
     """`forward(run, *given)` returns what is written."""
     backward: Callable[..., Sequence[Any]]
     """`backward(run, *stays)` returns the gradients of what is read, in order."""
-    taken: tuple[int, ...]
-    """What is sent, in the order in which backward takes it."""
+    sent: tuple[int, ...]
+    """What is sent; backward takes the last one first."""
     reads: int
     """The numbers below are of what is read, where several may lie in one storage."""
 
@@ -249,7 +249,8 @@ class _Division:
     def program(self) -> LayerProgram:
         """Return the two functions."""
         backward, taken = self._backward()
-        return LayerProgram(_fast(self._forward()), _fast(backward), tuple(taken), self._reads)
+        sent = tuple(reversed(taken))
+        return LayerProgram(_fast(self._forward()), _fast(backward), sent, self._reads)
 
     def _note(self, call: fx.Node) -> None:
         if call.target not in CHEAP:
