@@ -15,7 +15,7 @@ from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.engine.devices.gpus import attention_kernels
 from atomtrain.engine.execution.offload import Package, Parcel, SentStorage
-from atomtrain.engine.execution.programs import LayerProgram, Like, like, program_of
+from atomtrain.engine.execution.programs import Instead, LayerProgram, Like, like, program_of
 from atomtrain.engine.state.gradients import Collector
 from atomtrain.errors import reason_of
 from atomtrain.planning.plan.shape import Layers
@@ -80,9 +80,12 @@ class ChainPrograms:
     """The programs of a chain's layers. A segment runs once by autograd, which tells how gradients
     lie in memory, and from then on by programs, if all of its layers have one."""
 
-    def __init__(self, chain: Chain, costs: ChainCosts, *, remakes: bool) -> None:
-        """Know of none yet; with `remakes` what is cheap is made again, not sent."""
-        self._chain, self._costs, self._remakes = chain, costs, remakes
+    def __init__(
+        self, chain: Chain, costs: ChainCosts, *, remakes: bool, again: Instead | None = None
+    ) -> None:
+        """Know of none yet; with `remakes` what is cheap is made again (by `again`), not sent."""
+        self._chain, self._costs = chain, costs
+        self._remakes, self._again = remakes, again
         self._readers: dict[str, int] = {}
         for layer in chain.layers:
             for name in layer.reads:
@@ -172,8 +175,9 @@ class ChainPrograms:
 
             try:
                 self._kinds[kind] = program_of(
-                    run, stays, reads, seed, root, remakes=remakes and self._remakes
-                )
+                    run, stays, reads, seed, root,
+                    remakes=remakes and self._remakes, again=self._again,
+                )  # fmt: skip
             except Exception as error:  # noqa: BLE001  any operation may refuse to be traced
                 _LOG.warning(
                     "layer %r and those like it run by autograd, which takes longer: %s",
@@ -349,14 +353,15 @@ class SegmentRun:
         self, _number: int, _layer: Layer, _tensors: Mapping[str, Tensor], values: Sequence[Any]
     ) -> Sequence[Any]:
         """Run the next layer, as `WaitingGraph.layer` does."""
-        known, leaves = next(self._next)
-        if self.parcel is None:
-            run = ProgramRun(known, leaves, self._collector)
-        else:
-            self.parcel.begin_layer()
-            run = OffloadedRun(known, leaves, self._collector, self.parcel)
+        run = self._begun(*next(self._next))
         self._runs.append(run)
         return run.forward(values)
+
+    def _begun(self, known: Known, leaves: Sequence[Tensor]) -> ProgramRun:
+        if self.parcel is None:
+            return ProgramRun(known, leaves, self._collector)
+        self.parcel.begin_layer()
+        return OffloadedRun(known, leaves, self._collector, self.parcel)
 
     def backward(
         self,
