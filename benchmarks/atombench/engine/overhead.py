@@ -12,16 +12,21 @@ calling thread is Python, PyTorch's dispatch and autograd, and the engine.
 - `host_s_per_block` is that of blocks whose saved tensors wait on the host, made again where a
   cheap operation can. `parts` has the other ways, and `resident`: forward and backward of the same
   layers by PyTorch alone, nothing recomputed.
+- `devices_s_per_block` is by the clock: how long a block and micro-batch of each device takes where
+  one device trains, and where two do. Their threads take turns at Python, so what one launches the
+  other waits for.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +38,9 @@ from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.shape import ACTIVATIONS, Activation
 
+K = TypeVar("K")
 RESIDENT = "resident"
+DEVICES = (1, 2)
 _LINK_BYTES_PER_S = 1e6
 """What plans assume: so slow that what is cheap is made again, not sent."""
 
@@ -97,12 +104,13 @@ def run(options: BenchmarkOptions, setup: OverheadSetup | None = None) -> Result
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        parts = _measured(setup)
+        parts, devices = _measured(setup), _of_devices(setup)
     finally:
         torch.set_num_threads(threads)
     return {
         "host_s_per_block": parts["offload"],
         "parts": parts,
+        "devices_s_per_block": devices,
         "inputs": asdict(setup),
         **description(),
     }
@@ -114,21 +122,14 @@ def _measured(setup: OverheadSetup) -> dict[str, float]:
     All take turns. Of each the least counts, since whatever else runs on the machine only adds.
     """
     data = _data(setup)
-    least_s: dict[tuple[str, int], float] = {}
+    steps: dict[tuple[str, int], Callable[[], object]] = {}
     with ExitStack() as stack:
-        steps: dict[tuple[str, int], Callable[[], object]] = {}
         for layers in setup.layers:
             steps[RESIDENT, layers] = _resident(llama(setup, layers), data)
             for activations in ACTIVATIONS:
                 engine = stack.enter_context(opened(setup, layers, activations))
                 steps[activations, layers] = functools.partial(engine.step, data)
-        for turn in range(setup.warmup_steps + setup.steps):
-            for key, step in steps.items():
-                started_s = time.thread_time()
-                step()
-                taken_s = time.thread_time() - started_s
-                if turn >= setup.warmup_steps:
-                    least_s[key] = min(taken_s, least_s.get(key, math.inf))
+        least_s = _least_s(steps, setup, time.thread_time)
     fewer, more = setup.layers
     blocks = (more - fewer) * setup.micro_batches
     parts = {}
@@ -136,6 +137,37 @@ def _measured(setup: OverheadSetup) -> dict[str, float]:
         parts[name] = (least_s[name, more] - least_s[name, fewer]) / blocks
         progress(f"{name}: {parts[name] * 1e6:.0f} us a block and micro-batch")
     return parts
+
+
+def _least_s(
+    steps: Mapping[K, Callable[[], object]], setup: OverheadSetup, clock: Callable[[], float]
+) -> dict[K, float]:
+    """Return the least time of each step by a clock; they take turns."""
+    least_s: dict[K, float] = {}
+    for turn in range(setup.warmup_steps + setup.steps):
+        for key, step in steps.items():
+            started_s = clock()
+            step()
+            taken_s = clock() - started_s
+            if turn >= setup.warmup_steps:
+                least_s[key] = min(taken_s, least_s.get(key, math.inf))
+    return least_s
+
+
+def _of_devices(setup: OverheadSetup) -> dict[str, float]:
+    """Return the seconds that a block and micro-batch of each device takes, by how many train."""
+    steps: dict[tuple[int, int], Callable[[], object]] = {}
+    with ExitStack() as stack:
+        for count, layers in itertools.product(DEVICES, setup.layers):
+            engine = stack.enter_context(opened(setup, layers, "offload", count))
+            steps[count, layers] = functools.partial(engine.step, _data(setup, count))
+        least_s = _least_s(steps, setup, time.perf_counter)
+    fewer, more = setup.layers
+    blocks = (more - fewer) * setup.micro_batches
+    found = {str(n): (least_s[n, more] - least_s[n, fewer]) / blocks for n in DEVICES}
+    for devices, seconds in found.items():
+        progress(f"{devices} devices: {seconds * 1e6:.0f} us a block and micro-batch of each")
+    return found
 
 
 def llama(setup: OverheadSetup, layers: int) -> nn.Module:
@@ -163,15 +195,17 @@ def llama(setup: OverheadSetup, layers: int) -> nn.Module:
     )
 
 
-def opened(setup: OverheadSetup, layers: int, activations: Activation) -> atomtrain.Engine:
-    """Return an engine on the null device."""
+def opened(
+    setup: OverheadSetup, layers: int, activations: Activation, devices: int = 1
+) -> atomtrain.Engine:
+    """Return an engine on null devices; each has a step's micro-batches of its own."""
     return atomtrain.swap(
         llama(setup, layers),
         _data(setup)[0],
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-        device=NullDevice(1 << 30, _LINK_BYTES_PER_S),
+        device=[NullDevice(1 << 30, _LINK_BYTES_PER_S) for _ in range(devices)],
         options=atomtrain.Options(
-            micro_batches=setup.micro_batches,
+            micro_batches=devices * setup.micro_batches,
             segments=layers + 2,
             slots=2,
             gradient_buffers=2,
@@ -196,6 +230,6 @@ def _resident(model: nn.Module, data: list[dict[str, Tensor]]) -> Callable[[], N
     return step
 
 
-def _data(setup: OverheadSetup) -> list[dict[str, Tensor]]:
+def _data(setup: OverheadSetup, devices: int = 1) -> list[dict[str, Tensor]]:
     ids = torch.arange(setup.tokens).unsqueeze(0)
-    return [{"input_ids": ids, "labels": ids} for _ in range(setup.micro_batches)]
+    return [{"input_ids": ids, "labels": ids} for _ in range(devices * setup.micro_batches)]

@@ -253,7 +253,6 @@ def _profiled(
         return Profiled(chain, costs, profile)
 
     def compile_all(measure: bool | Literal["again"]) -> Profiled:
-        require_compilable(device)
         templates = compiled(chain, costs, device.torch_device)
         return taken(*with_compiled_costs(templates, costs, inputs, device), measure)
 

@@ -73,11 +73,7 @@ def announce(session: Session, events: EventLog) -> None:
         events.emit("warning", message=session.text.skipped, skipped_rows=skipped)
     if hint := tf32_hint(engine.device, session.recipe.precision):
         events.emit("warning", message=hint)
-    resumed = engine.planner.options.compile != session.options.compile
-    compiling = engine.compiling
-    tell_plan(
-        engine, events, compiling._replace(why="as in the checkpoint") if resumed else compiling
-    )
+    tell_plan(engine, events, session.options.compile)
 
 
 def tell_rounds(swarm: Swarm, reports: Sequence[RoundReport], events: EventLog) -> None:

@@ -91,6 +91,10 @@ def test_a_compiler_that_fails_leaves_layers_as_they_are(
     assert "no Python.h" in line
     assert "\n" not in line
     assert equal(found, trained(False)[0])
+    times.compiled = 0
+    again = trained("auto")[1]
+    assert "no Python.h" in again.why
+    assert times.compiled == 0
     with pytest.raises(ConfigError, match=r"no Python\.h"):
         trained(True)
 

@@ -26,7 +26,7 @@ from atomtrain.engine.execution.compiled import (
     compiled,
     require_compilable,
 )
-from atomtrain.engine.execution.offload import Offload
+from atomtrain.engine.execution.offload import Offload, Package
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.shape import Activation, Shape
 from tests.support import vision_models
@@ -163,9 +163,9 @@ def test_what_is_planned_to_leave_is_what_compiled_code_saves(
     sent: list[int] = []
     send = Offload.send
 
-    def counting(self: Offload, tensor: Tensor) -> Any:
-        sent.append(tensor.untyped_storage().nbytes())
-        return send(self, tensor)
+    def counting(self: Offload, tensor: Tensor, package: Package) -> Any:
+        sent.append(package.n_bytes)
+        return send(self, tensor, package)
 
     monkeypatch.setattr(Offload, "send", counting)
     use_waiting(monkeypatch, ("recompute", "offload", "recompute"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,11 @@ from tests.unit.analysis.test_profile import parts, small_gpt
 CARD: Any = SimpleNamespace(torch_device=torch.device("cuda", 0), name="a card")
 HOST: Any = SimpleNamespace(torch_device=torch.device("cpu"), name="a host")
 PARTS = functools.cache(lambda layers: parts(small_gpt(layers)))
+
+
+@pytest.fixture(autouse=True)
+def _there_is_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", sys.executable)  # any program: none is run here
 
 
 @pytest.fixture
@@ -167,23 +173,44 @@ def test_another_model_is_measured_for_itself(device: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("error", "why"),
+    ("error", "why", "kept"),
     [
-        (ConfigError("compiling for a GPU needs Triton"), "compiling for a GPU needs Triton"),
-        (PlanError("layer 'x' takes 2 GiB; raise it"), "layer 'x' takes 2 GiB; raise it"),
-        (RuntimeError("no ptxas.\nand much more"), "RuntimeError: no ptxas"),
+        (ConfigError("layer 'x' cannot be compiled"), "layer 'x' cannot be compiled", True),
+        (PlanError("layer 'x' takes 2 GiB; raise it"), "layer 'x' takes 2 GiB; raise it", False),
+        (RuntimeError("no ptxas.\nand much more"), "RuntimeError: no ptxas", True),
     ],
 )
-def test_a_compiler_that_fails_costs_one_line(
-    error: Exception, why: str, device: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_compiler_that_fails_costs_one_line_and_is_not_tried_at_each_start(
+    error: Exception, why: str, kept: bool, device: Any, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     plain = profiled(1.0)
     with caplog.at_level(logging.WARNING):
         found, choice = faster_of(plain, failing(error), device, tmp_path)
     assert (found, choice) == (plain, CompileChoice(False, why))
     assert [record.getMessage() for record in caplog.records] == [f"not compiled: {why}"]
-    # It may be there the next time.
-    assert faster_of(plain, Compiler(0.5), device, tmp_path)[1].compiled
+    compiler = Compiler(0.5)
+    _, again = faster_of(plain, compiler, device, tmp_path)
+    assert again.compiled is not kept  # of memory there may be more the next time
+    if kept:
+        assert again.why == f"{why} (at an earlier start; --profile-again tries anew)"
+        assert compiler.runs == 0
+        cache = ProfileCache(tmp_path, machine_key(device))
+        cache.forget()
+        cache.save()
+        assert faster_of(plain, compiler, device, tmp_path)[1].compiled
+    assert compiler.runs == 1
+
+
+def test_a_missing_compiler_is_looked_for_at_each_start(
+    device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, compiler = profiled(1.0), Compiler(0.5)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "there is no no-such-compiler" in faster_of(plain, compiler, device, tmp_path)[1].why
+    assert compiler.runs == 0
+    monkeypatch.setenv("CXX", sys.executable)
+    assert faster_of(plain, compiler, device, tmp_path)[1].compiled
 
 
 def test_who_interrupts_a_compiler_is_heard(device: Any, tmp_path: Path) -> None:
@@ -202,6 +229,10 @@ def test_a_damaged_ratio_is_measured_again(device: Any, tmp_path: Path) -> None:
     cache = ProfileCache(tmp_path, machine_key(device))
     cache.put_speed_ratio("x", -1.0)
     cache.save()
+    assert ProfileCache(tmp_path, machine_key(device)).speed_ratio("x") is None
+    cache.put_compile_failure("x", "no ptxas")
+    cache.save()
+    assert ProfileCache(tmp_path, machine_key(device)).compile_failure("x") == "no ptxas"
     assert ProfileCache(tmp_path, machine_key(device)).speed_ratio("x") is None
 
 

@@ -13,7 +13,7 @@ from atomtrain.analysis.layers.chain import Layer
 from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.execution.offload import Offload
-from atomtrain.engine.execution.program_runs import Known, ProgramRun
+from atomtrain.engine.execution.program_runs import Known, OffloadedRun, ProgramRun
 from atomtrain.engine.execution.programs import LayerProgram, like, program_of
 from atomtrain.engine.state.gradients import Collector
 
@@ -46,7 +46,7 @@ def test_values_in_one_storage_are_sent_once(device: EmulatedDevice) -> None:
     with device.computing():
         parcel = offload.parcel(alone=True)
         known = known_of(program, ("value", "sine", "cosine"), (1,))
-        one = ProgramRun(known, [], parcel, Collector(device.hold))
+        one = OffloadedRun(known, [], Collector(device.hold), parcel)
         with torch.no_grad():
             one.forward(given)
             offload.turn([parcel])
@@ -80,8 +80,8 @@ def test_what_has_no_place_on_the_host_is_kept(device: EmulatedDevice, other: Te
     with device.computing():
         value = torch.randn(100)
         parcel = offload.parcel(alone=True)
-        known = known_of(LayerProgram(forward, backward, (1, 0), 1), ("value",), (1,))
-        run = ProgramRun(known, [], parcel, Collector(device.hold))
+        known = known_of(LayerProgram(forward, backward, (0, 1), 1), ("value",), (1,))
+        run = OffloadedRun(known, [], Collector(device.hold), parcel)
         run.forward([value])
         offload.turn([parcel])
         run.backward([], [torch.ones(100)])

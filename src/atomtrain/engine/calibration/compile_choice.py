@@ -5,14 +5,16 @@ of the model together decide, since one that is compiled takes others' shorter w
 without any, segments run by operations that are listed once, and what is offloaded is made again
 where that is quicker. So the gain must be more than the noise of measurements.
 
-The ratio is kept in the profile's cache: as long as it is there, later runs choose the same.
+The ratio is kept in the profile's cache, or why compiling failed: as long as it is there, later
+runs choose the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -28,8 +30,8 @@ from atomtrain.engine.calibration.profile_cache import (
 from atomtrain.engine.calibration.profiling import Profile
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.device_names import GPU_KINDS
-from atomtrain.engine.execution.compiled import CompiledLayer
-from atomtrain.errors import AtomError, reason_of
+from atomtrain.engine.execution.compiled import CompiledLayer, require_compilable
+from atomtrain.errors import AtomError, ConfigError, PlanError, reason_of
 from atomtrain.progress import Progress
 
 LEAST_SPEED_RATIO = 1.05
@@ -37,6 +39,7 @@ LEAST_SPEED_RATIO = 1.05
 TRIED_ON = frozenset(GPU_KINDS)
 """Types of devices on which `auto` tries to compile. On a processor it takes half a minute, and the
 bits would no more be those of an ordinary loop."""
+_AT_AN_EARLIER_START = "at an earlier start; --profile-again tries anew"
 _logger = logging.getLogger(__name__)
 
 
@@ -99,8 +102,9 @@ def faster_of(
 ) -> tuple[Profiled, CompileChoice]:
     """Return the layers in the way that is faster in the profile.
 
-    Nothing is compiled if the cache knows that it is not worth it. Where compiling fails, layers
-    stay as they are, and the choice and the log say why.
+    Nothing is compiled if the cache knows that it is not worth it, or fails. Where it fails, layers
+    stay as they are, and the choice and the log say why. What lacks a compiler, or memory, is tried
+    again at the next start.
 
     Args:
         plain: The layers as they are.
@@ -110,17 +114,24 @@ def faster_of(
     """
     cache = ProfileCache(folder or profile_folder(), machine_key(device))
     key = _key_of(plain)
-    ratio = cache.speed_ratio(key)
+    ratio, failure = cache.speed_ratio(key), cache.compile_failure(key)
+    if failure is not None:
+        return plain, CompileChoice(False, f"{failure} ({_AT_AN_EARLIER_START})")
     if ratio is not None and ratio < LEAST_SPEED_RATIO:
         return plain, _by_ratio(ratio)
+    try:
+        require_compilable(device)
+    except ConfigError as error:
+        return plain, _failed(error)
     try:
         with Progress("compiling the model's layers"):
             found = compile_all()
     except Exception as error:  # noqa: BLE001 (a compiler may raise anything, and none is needed)
         device.trim()
-        name = "" if isinstance(error, AtomError) else f"{type(error).__name__}: "
-        choice = CompileChoice(False, f"{name}{reason_of(error)}")
-        _logger.warning("%s", choice)
+        choice = _failed(error)
+        if not isinstance(error, PlanError):  # other programs may leave more memory
+            with _changed(cache):
+                cache.put_compile_failure(key, choice.why)
         return plain, choice
     if not any(isinstance(layer, CompiledLayer) for layer in found.chain.layers):
         return plain, CompileChoice(False, "no layer of the model can be")
@@ -128,10 +139,8 @@ def faster_of(
         ratio = compute_s(plain.costs, plain.profile.times) / compute_s(
             found.costs, found.profile.times
         )
-        with cache.turn():
-            cache.reload()
+        with _changed(cache):
             cache.put_speed_ratio(key, ratio)
-            cache.save()
     choice = _by_ratio(ratio)
     return (found if choice.compiled else plain), choice
 
@@ -139,6 +148,22 @@ def faster_of(
 def compute_s(costs: ChainCosts, times: Mapping[str, LayerTime]) -> float:
     """Return the seconds of all layers for one micro-batch: forward alone, then with backward."""
     return sum(times[cost.kind].forward_s + times[cost.kind].backward_s for cost in costs.layers)
+
+
+def _failed(error: Exception) -> CompileChoice:
+    name = "" if isinstance(error, AtomError) else f"{type(error).__name__}: "
+    choice = CompileChoice(False, f"{name}{reason_of(error)}")
+    _logger.warning("%s", choice)
+    return choice
+
+
+@contextmanager
+def _changed(cache: ProfileCache) -> Iterator[None]:
+    """Change what the cache has by now."""
+    with cache.turn():
+        cache.reload()
+        yield
+        cache.save()
 
 
 def _by_ratio(ratio: float) -> CompileChoice:

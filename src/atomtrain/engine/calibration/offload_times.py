@@ -1,4 +1,4 @@
-"""What offloading takes of compute, measured on the real layers by way of the engine's own graphs.
+"""What offloading takes of compute, measured on the real layers by the engine's own ways to run.
 
 Where compute itself packs and unpacks what is saved, and makes again what is not sent, that is a
 good part of a narrow layer's time, and no formula knows how fast each operation is. Just that is
@@ -23,17 +23,27 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from atomtrain.analysis.costs.costs import ChainCosts, LayerCost
+from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.costs.profile import LONGEST_S, LayerTime, example_values, usual_s
 from atomtrain.analysis.costs.rematerialization import Find, Rematerializer
 from atomtrain.analysis.costs.storages import ALIGNED_BYTES
-from atomtrain.analysis.layers.chain import Chain, Layer
+from atomtrain.analysis.layers.chain import Chain
+from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.execution.compiled import CompiledLayer
 from atomtrain.engine.execution.graphs import WaitingGraph, Where
 from atomtrain.engine.execution.offload import Offload, Parcel
+from atomtrain.engine.execution.program_runs import (
+    ChainPrograms,
+    Known,
+    Lesson,
+    ProgramRun,
+    SegmentRun,
+)
+from atomtrain.engine.execution.programs import Operation
 from atomtrain.engine.execution.saved_script import Key, Script
+from atomtrain.engine.state.gradients import Collector
 from atomtrain.planning.cost.segments import SavedTensors
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
@@ -85,11 +95,11 @@ def with_offloading(
         costs: Of the chain.
         inputs: One micro-batch, by the chain's input names.
     """
-    able: dict[str, tuple[Layer, LayerCost]] = {}
-    for layer, cost in zip(chain.layers[:-1], costs.layers[:-1], strict=True):
+    able: dict[str, int] = {}
+    for number, cost in enumerate(costs.layers[:-1]):
         known = times.get(cost.kind)
         if known is not None and cost.saved.movable and sum(known[:2]) <= LONGEST_S:
-            able.setdefault(cost.kind, (layer, cost))
+            able.setdefault(cost.kind, number)
     windows = {
         remakes: SavedTensors(chain, costs if remakes else costs.sending_all()).window_bytes
         for remakes in (True, False)
@@ -99,9 +109,9 @@ def with_offloading(
     try:
         with torch.random.fork_rng([]):
             # One after the other: each is measured on copies of its parameters.
-            for kind, (layer, _) in able.items():
-                values = example_values(layer, costs, inputs, device.torch_device)
-                bench = _Bench(layer, values, device, windows)
+            for kind, number in able.items():
+                values = example_values(chain.layers[number], costs, inputs, device.torch_device)
+                bench = _Bench(chain, costs, number, values, device, windows)
                 found[kind] = _added(times[kind], _samples(bench, _MOST_S / len(able)))
                 del bench, values
     finally:
@@ -152,6 +162,14 @@ class _Timer:
             if not self._depth:
                 self._spent_s += time.thread_time() - started_s
 
+    def of(self, operation: Operation) -> Operation:
+        """Return what calls an operation, timed."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            return self.timed(operation, *args, **kwargs)
+
+        return timed
+
     def take_s(self) -> float:
         """Return the seconds since the last call."""
         spent_s, self._spent_s = self._spent_s, 0.0
@@ -179,8 +197,9 @@ class _TimedGraph(WaitingGraph):
         *,
         remakes: bool,
         compiled: bool,
+        lesson: Lesson | None,
     ) -> None:
-        super().__init__(where, parcel, scripts, remakes=remakes, compiled=compiled)
+        super().__init__(where, parcel, scripts, remakes=remakes, compiled=compiled, lesson=lesson)
         self._timer = timer
 
     def _new_rematerializer(self) -> Rematerializer:
@@ -194,18 +213,57 @@ class _TimedGraph(WaitingGraph):
         return unpacked
 
 
+class _TimedSegment(SegmentRun):
+    """Times what a run by a program does for the way to the host and back."""
+
+    def __init__(
+        self,
+        known: Sequence[Known],
+        leaves: Sequence[Sequence[Tensor]],
+        parcel: Parcel,
+        collector: Collector,
+        timer: _Timer,
+    ) -> None:
+        super().__init__(known, leaves, parcel, collector)
+        self._timer = timer
+
+    def _begun(self, known: Known, leaves: Sequence[Tensor]) -> ProgramRun:
+        run = super()._begun(known, leaves)
+        for name in ("send", "take", "done"):
+            setattr(run, name, functools.partial(self._timer.timed, getattr(run, name)))
+        return run
+
+
 class _Bench:
     """A layer with parameters in a slot, as in the engine."""
 
     def __init__(
         self,
-        layer: Layer,
+        chain: Chain,
+        costs: ChainCosts,
+        number: int,
         values: Sequence[Any],
         device: EmulatedDevice,
         windows: Mapping[bool, int],
     ) -> None:
-        """`windows` are the bytes of the window, where something is made again and where not."""
-        self._layer, self._device = layer, device
+        """Copy the parameters.
+
+        Args:
+            chain: The layer's.
+            costs: Of the chain.
+            number: Of the layer.
+            values: What it reads.
+            device: Idle.
+            windows: Bytes of the window, where something is made again and where not.
+        """
+        layer = chain.layers[number]
+        self._layer, self._layers, self._device = layer, (number, number + 1), device
+        self._timer, self._collector = _Timer(), Collector(device.hold)
+        self._compiled = any(isinstance(one, CompiledLayer) for one in chain.layers)
+        self._programs = {
+            remakes: ChainPrograms(chain, costs, remakes=remakes, again=self._timer.of)
+            for remakes in windows
+        }
         self._values = dict(zip(layer.reads, values, strict=True))
         pool = HostPool(device)
         self._offloads = {remakes: Offload(device, pool, n) for remakes, n in windows.items()}
@@ -228,6 +286,8 @@ class _Bench:
         staying = frozenset(b.untyped_storage()._cdata for b in buffers.values())
         self._where = Where(self._slot, staying, frozenset())
         self._scripts: dict[bool, dict[Key, Script]] = {True: {}, False: {}}
+        names = layer.module.names if isinstance(layer.module, GraphLayer) else ()
+        self._stays = [[self._tensors[name] for name in names]]
 
     def sample(self) -> _Sample:
         """Run the layer in all ways, one after the other."""
@@ -237,6 +297,11 @@ class _Bench:
             )
 
     def _plain_s(self) -> float:
+        """Return the seconds of one micro-batch with nothing offloaded."""
+        known = self._programs[False].find(self._key())
+        if known is not None:
+            kept = SegmentRun(known, self._stays, None, self._collector)
+            return self._trained(kept, self._stays, self._offloads[False], [])[0].total_s
         started_s = time.thread_time()
         with torch.enable_grad():
             written = self._run(self._values, self._layer.run)
@@ -249,17 +314,47 @@ class _Bench:
         return time.thread_time() - started_s
 
     def _offloaded(self, *, remakes: bool) -> _Spent:
-        offload, timer = self._offloads[remakes], _Timer()
-        compiled = isinstance(self._layer, CompiledLayer)
+        offload, programs, key = self._offloads[remakes], self._programs[remakes], self._key()
         parcel = offload.parcel(alone=True)
+        known = programs.find(key)
+        if known is not None:
+            segment = _TimedSegment(known, self._stays, parcel, self._collector, self._timer)
+            return self._trained(segment, self._stays, offload, [parcel])[0]
+        # By autograd, as the engine does where there is no program, or to learn it.
         graph = _TimedGraph(
             self._where,
             parcel,
             self._scripts[remakes],
-            timer,
-            remakes=remakes and not compiled,
-            compiled=compiled,
+            self._timer,
+            remakes=remakes and not self._compiled,
+            compiled=self._compiled,
+            lesson=programs.lesson(key),
         )
+        spent, gradients = self._trained(graph, self._slot, offload, [parcel])
+        if graph.lesson is not None:
+            programs.learn(graph.lesson, self._stays, gradients, kept=False)
+        return spent
+
+    def _key(self) -> Any:
+        """Return under what programs of the layer are known; `None` if it has none."""
+        return None if self._compiled else self._programs[True].key_of(self._layers, self._values)
+
+    def _trained(
+        self,
+        graph: WaitingGraph | SegmentRun,
+        where: Any,
+        offload: Offload,
+        parcels: Sequence[Parcel],
+    ) -> tuple[_Spent, dict[str, Tensor]]:
+        """Run one micro-batch; return what it took, and the gradients of what the layer reads.
+
+        Args:
+            graph: What runs it.
+            where: What its backward takes of the parameters.
+            offload: The way to the host.
+            parcels: What has something there.
+        """
+        timer = self._timer
 
         def run(values: Mapping[str, Any]) -> dict[str, Any]:
             return self._run(values, functools.partial(graph.layer, 0, self._layer))
@@ -270,13 +365,13 @@ class _Bench:
         written = graph.run(taken, needs.__contains__, run, self._layer.writes)
         timer.timed(offload.drain)
         forward_s = timer.take_s()
-        timer.timed(offload.turn, [parcel])
-        graph.backward(
-            self._slot,
+        timer.timed(offload.turn, parcels)
+        gradients = graph.backward(
+            where,
             lambda name: name in written,
             lambda name: torch.ones_like(written[name]),
         )
-        return _Spent(forward_s, timer.take_s(), time.thread_time() - started_s)
+        return _Spent(forward_s, timer.take_s(), time.thread_time() - started_s), gradients
 
     def _run(self, values: Mapping[str, Any], run: Callable[..., Sequence[Any]]) -> dict[str, Any]:
         taken = [values[name] for name in self._layer.reads]

@@ -39,7 +39,7 @@ from atomtrain.native.library import core
 from atomtrain.planning.plan.machine import Machine
 from atomtrain.topology import allowed_cores
 
-VERSION = 13
+VERSION = 14
 """Of the file's form, and of what its figures mean."""
 KEPT_S = 7 * 24 * 3600.0
 """Measurements older than this are made again: drivers, cooling and neighbours change."""
@@ -130,7 +130,7 @@ class ProfileCache:
         self._machine: dict[str, Any] = {}
         self._layers: dict[str, dict[str, float]] = {}
         self._updates: dict[str, dict[str, float]] = {}
-        self._compiled: dict[str, dict[str, float]] = {}
+        self._compiled: dict[str, dict[str, Any]] = {}
         self._doubt = ""
         self.reload()
 
@@ -234,8 +234,24 @@ class ProfileCache:
 
     def put_speed_ratio(self, key: str, ratio: float) -> None:
         """Keep by what a model computes faster if it is compiled."""
+        self._put_compiled(key, speed_ratio=ratio)
+
+    def compile_failure(self, key: str) -> str | None:
+        """Return why a model could not be compiled; `None` if it could, or was not tried."""
+        entry = self._compiled.get(key)
+        return None if entry is None else entry["failure"]
+
+    def put_compile_failure(self, key: str, why: str) -> None:
+        """Keep why a model could not be compiled."""
+        self._put_compiled(key, failure=why)
+
+    def _put_compiled(
+        self, key: str, *, speed_ratio: float | None = None, failure: str | None = None
+    ) -> None:
         self._compiled.pop(key, None)
-        self._compiled[key] = {"measured_s": time.time(), "speed_ratio": ratio}
+        self._compiled[key] = {
+            "measured_s": time.time(), "speed_ratio": speed_ratio, "failure": failure,
+        }  # fmt: skip
 
     def save(self) -> None:
         """Replace the file. A folder that cannot be written to costs a warning only."""
@@ -296,6 +312,8 @@ class ProfileCache:
                 raise ValueError(f"the update {name} takes {entry['share']!r}")
         for name, entry in data["compiled"].items():
             _fresh(entry, 0.0)
+            if isinstance(entry["failure"], str):
+                continue
             if not 0 < float(entry["speed_ratio"]) < math.inf:
                 raise ValueError(f"the model {name} is {entry['speed_ratio']!r} times as fast")
 
@@ -315,7 +333,7 @@ def _check_share(entry: Mapping[str, Any]) -> None:
         raise ValueError(f"others had {entry['crowded_share']!r} of the processor")
 
 
-def _newest(entries: Mapping[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def _newest(entries: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return dict(list(entries.items())[-_MOST_ENTRIES:])
 
 

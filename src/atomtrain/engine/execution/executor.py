@@ -192,6 +192,10 @@ class Executor:
                 self._values.forget(micro_batch, route.last_read)
             elif visit.finds:
                 self._backward_found(visit, micro_batch)
+            elif self._has_programs(visit, taken):
+                self._forward_for_backward(visit, tensors, micro_batch, taken, writes)
+                taken.clear()
+                self._backward_found(visit, micro_batch)
             else:
                 graph = self._graph(visit, tensors, micro_batch, taken)
                 self._backward(visit, micro_batch, graph, writes)
@@ -246,6 +250,12 @@ class Executor:
         )
         self._graphs.put(visit.layers, micro_batch, graph)
         return values
+
+    def _has_programs(self, visit: Visit, taken: Mapping[str, Any]) -> bool:
+        """Return whether a segment that is recomputed runs without a graph, or may learn to."""
+        if self._programs is None or visit.phase is not Phase.BACKWARD:
+            return False
+        return self._programs.has(self._programs.key_of(visit.layers, taken))
 
     def _graph_that_waits(
         self, visit: Visit, taken: Mapping[str, Any]

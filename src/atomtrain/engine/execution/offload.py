@@ -39,21 +39,40 @@ _JOBS_PER_WINDOW = 8
 """Copies begin while most of the window is still free."""
 
 
+class Package(NamedTuple):
+    """What a storage is on its way to the host and back."""
+
+    n_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """As which it comes back: that of the tensor that was sent, where it fills the storage."""
+
+
+def package_of(tensor: Tensor) -> Package:
+    """Return what a tensor's storage is on its way."""
+    n_bytes, dtype = tensor.untyped_storage().nbytes(), tensor.dtype
+    if n_bytes == tensor.nbytes and tensor.is_contiguous():
+        return Package(n_bytes, dtype, tensor.shape)
+    if n_bytes % dtype.itemsize:
+        dtype = torch.uint8
+    return Package(n_bytes, dtype, (n_bytes // dtype.itemsize,))
+
+
 class SentStorage:
     """One storage that waits on the host."""
 
-    __slots__ = ("back", "dtype", "fetched", "host", "n_bytes", "saved", "together", "users")
+    __slots__ = ("back", "fetched", "host", "n_bytes", "package", "saved", "together", "users")
 
-    def __init__(self, host: Tensor, n_bytes: int, dtype: torch.dtype) -> None:
+    def __init__(self, host: Tensor, package: Package) -> None:
         self.host: Tensor | None = host  # [n_bytes] uint8, or `None` when nobody needs it any more
-        self.n_bytes, self.dtype = n_bytes, dtype
+        self.package, self.n_bytes = package, package.n_bytes
         self.saved: Event | None = None
         """`None` as long as it waits for others to leave with."""
         self.together: Sequence[SentStorage] = ()
         """What left in the same job, this one too."""
         self.users = 0
         """Saved tensors in it that backward has not asked for yet."""
-        self.back: Tensor | None = None  # [n_bytes / bytes of an element]
+        self.back: Tensor | None = None
         self.fetched: Event | None = None
         """Of a fetch for which compute has not waited yet."""
 
@@ -97,6 +116,13 @@ class Away:
             self.storage.users -= 1
 
 
+class _Waiting(NamedTuple):
+    """What leaves in the next job."""
+
+    storages: list[torch.UntypedStorage]
+    together: list[SentStorage]
+
+
 class _Leaving(NamedTuple):
     """Device storages that must not be freed before they are saved."""
 
@@ -115,8 +141,7 @@ class Offload:
         self.device_type = device.torch_device.type
         share = window_bytes // _JOBS_PER_WINDOW
         self._job_bytes = max(_LEAST_JOB_BYTES, min(share, _MOST_JOB_BYTES))
-        self._waiting: list[tuple[torch.UntypedStorage, SentStorage]] = []
-        """What leaves in the next job."""
+        self._waiting = _Waiting([], [])
         self._waiting_bytes = 0
         self._leaving: deque[_Leaving] = deque()
         self._leaving_bytes = 0
@@ -125,25 +150,23 @@ class Offload:
         self._ahead_bytes = 0
         self._held: Event | None = None
         """The fetch for which compute waited last."""
-        self._freed = False
-        """Whether there may be room for more to come ahead."""
+        self._room_bytes = -1
+        """More comes ahead as soon as no more than this is there; -1: nothing is left to come."""
 
     def parcel(self, *, alone: bool = False) -> Parcel:
         """Return what takes the saved tensors of one graph, of a layer alone or of several."""
         return Parcel(self, alone)
 
-    def send(self, tensor: Tensor) -> SentStorage:
+    def send(self, tensor: Tensor, package: Package) -> SentStorage:
         """Begin to copy a tensor's storage to the host, as soon as there is enough for a job."""
-        storage = tensor.untyped_storage()
-        n_bytes, dtype = storage.nbytes(), tensor.dtype
+        n_bytes = package.n_bytes
         if self._leaving_bytes + n_bytes > self._window_bytes:
             self._send_waiting()
             while self._leaving and self._leaving_bytes + n_bytes > self._window_bytes:
                 self._let_go()
-        if n_bytes % dtype.itemsize:
-            dtype = torch.uint8
-        sent = SentStorage(self._pool.take(n_bytes), n_bytes, dtype)
-        self._waiting.append((storage, sent))
+        sent = SentStorage(self._pool.take(n_bytes), package)
+        self._waiting.storages.append(tensor.untyped_storage())
+        self._waiting.together.append(sent)
         self._leaving_bytes += n_bytes
         self._waiting_bytes += n_bytes
         if self._waiting_bytes >= self._job_bytes:
@@ -171,18 +194,19 @@ class Offload:
         """Free a storage's device buffer (its last view may outlive this), and bring the next."""
         if not storage.users:
             storage.back = None
-        if self._freed:
+        if self._ahead_bytes <= self._room_bytes:
             self._advance()
 
-    def forget(self, storage: SentStorage) -> None:
-        """Free a storage on device and host."""
-        if storage.fetched is not None:
-            self._arrived(storage)
-        storage.back = None
-        storage.together = ()
-        if storage.host is not None:
-            self._pool.give(storage.host)
-            storage.host = None
+    def forget(self, storages: Iterable[SentStorage]) -> None:
+        """Free storages on device and host."""
+        for storage in storages:
+            if storage.fetched is not None:
+                self._arrived(storage)
+            storage.back = None
+            storage.together = ()
+            if storage.host is not None:
+                self._pool.give(storage.host)
+                storage.host = None
 
     def drain(self) -> None:
         """Let go of what is still leaving; compute waits for it."""
@@ -191,31 +215,33 @@ class Offload:
             self._let_go()
 
     def _advance(self) -> None:
-        self._freed = False
+        """Begin to bring what comes next, as far as there is room for it."""
         while self._to_fetch:
             storage = self._to_fetch[0]
             if storage.users and storage.back is None and storage.host is not None:
                 storages = storage.to_bring()
                 n_bytes = sum([one.n_bytes for one in storages])
-                if self._ahead_bytes and self._ahead_bytes + n_bytes > self._window_bytes:
+                self._room_bytes = max(0, self._window_bytes - n_bytes)
+                if self._ahead_bytes > self._room_bytes:
                     return
                 self._fetch(storages)
             self._to_fetch.popleft()
+        self._room_bytes = -1
 
     def _send_waiting(self) -> None:
         """Begin to copy what waits, in one job."""
-        if not self._waiting:
+        if not self._waiting_bytes:
             return
-        copies = [(sent.buffer(), storage) for storage, sent in self._waiting]
-        storages = [storage for storage, _ in self._waiting]
-        together = [sent for _, sent in self._waiting]
-        n_bytes = self._waiting_bytes
-        self._waiting.clear()
-        self._waiting_bytes = 0
+        storages, together = self._waiting
+        self._waiting = _Waiting([], [])
+        copies = [
+            (sent.buffer(), storage) for sent, storage in zip(together, storages, strict=True)
+        ]
         saved = self._device.save.submit(self._copy_out(copies), [self._device.mark()])
         for sent in together:
             sent.saved, sent.together = saved, together
-        self._leaving.append(_Leaving(storages, n_bytes, saved))
+        self._leaving.append(_Leaving(storages, self._waiting_bytes, saved))
+        self._waiting_bytes = 0
 
     def _fetch(self, storages: Sequence[SentStorage]) -> None:
         """Begin to bring back, in one job, storages that left in one job."""
@@ -223,7 +249,7 @@ class Offload:
         assert saved is not None
         copies = list[tuple[Tensor, Tensor]]()
         for one in storages:
-            one.back = self._device.empty((one.n_bytes // one.dtype.itemsize,), one.dtype)
+            one.back = self._device.empty(one.package.shape, one.package.dtype)
             copies.append((one.back, one.buffer()))
             self._ahead_bytes += one.n_bytes
         # The memory may have served compute a moment ago, so the copy waits for compute too.
@@ -239,7 +265,6 @@ class Offload:
             self._held = storage.fetched
         storage.fetched = None
         self._ahead_bytes -= storage.n_bytes
-        self._freed = True
 
     def _let_go(self) -> None:
         _, n_bytes, saved = self._leaving.popleft()
@@ -269,7 +294,7 @@ class Parcel:
     """What one graph has on the host."""
 
     def __init__(self, offload: Offload, alone: bool) -> None:
-        self.offload, self._alone = offload, alone
+        self.offload, self.alone = offload, alone
         self._known = LiveStorages[tuple[AnyStorage, int]]()
         """What was saved, and by which layer last. Only from what the layer that runs has saved is
         anything made again, so that each layer's backward needs what was predicted for the layer
@@ -316,15 +341,12 @@ class Parcel:
         here = tensor.device.type == self.offload.device_type
         return here and tensor.untyped_storage().nbytes() > 0
 
-    def send(self, tensor: Tensor, *, shared: bool = True) -> SentStorage:
-        """Send a tensor's storage, unless that was done; with `shared` what the layer sent earlier
-        may lie there too."""
-        if self._alone and not shared:
-            return self.offload.send(tensor)
+    def send(self, tensor: Tensor) -> SentStorage:
+        """Send a tensor's storage, unless that was done."""
         known = self._known.get(tensor)
         storage = None if known is None else known[0]
         if not isinstance(storage, SentStorage):
-            storage = self.offload.send(tensor)
+            storage = self.offload.send(tensor, package_of(tensor))
         self._known.put(tensor, (storage, self._layer))
         return storage
 
@@ -340,7 +362,7 @@ class Parcel:
             return None
         rematerialized = None if remake is None else remake(tensor)
         if rematerialized is None:
-            return self.offload.send(tensor)
+            return self.offload.send(tensor, package_of(tensor))
         for argument in arguments_of(rematerialized):
             argument.users += 1
         return rematerialized
@@ -368,8 +390,7 @@ class Parcel:
 
     def close(self) -> None:
         """Free everything; backward is over."""
-        for storage in self.order():
-            self.offload.forget(storage)
+        self.offload.forget(self._packed)
         self._packed.clear()
 
     def _note_needed(self, storage: RematerializedStorage) -> None:

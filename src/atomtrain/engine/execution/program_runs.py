@@ -14,8 +14,8 @@ from atomtrain.analysis.costs.storages import View, seen_as, view_of
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.engine.devices.gpus import attention_kernels
-from atomtrain.engine.execution.offload import Offload, Parcel, SentStorage
-from atomtrain.engine.execution.programs import LayerProgram, Like, like, program_of
+from atomtrain.engine.execution.offload import Package, Parcel, SentStorage
+from atomtrain.engine.execution.programs import Instead, LayerProgram, Like, like, program_of
 from atomtrain.engine.state.gradients import Collector
 from atomtrain.errors import reason_of
 from atomtrain.planning.plan.shape import Layers
@@ -42,9 +42,9 @@ class Known(NamedTuple):
     """Of those that go."""
     keys: Sequence[int]
     """The `id` of each parameter that it takes; 0 of a buffer."""
-    views: dict[int, View]
-    """Where each tensor that it makes and sends lies in its storage, in every run; filled by the
-    first one."""
+    ways: dict[int, tuple[View, Package]]
+    """Where each tensor that it makes and sends lies in its storage, and what that is on its way,
+    in every run; filled by the first one."""
 
 
 class Lesson:
@@ -80,9 +80,12 @@ class ChainPrograms:
     """The programs of a chain's layers. A segment runs once by autograd, which tells how gradients
     lie in memory, and from then on by programs, if all of its layers have one."""
 
-    def __init__(self, chain: Chain, costs: ChainCosts, *, remakes: bool) -> None:
-        """Know of none yet; with `remakes` what is cheap is made again, not sent."""
-        self._chain, self._costs, self._remakes = chain, costs, remakes
+    def __init__(
+        self, chain: Chain, costs: ChainCosts, *, remakes: bool, again: Instead | None = None
+    ) -> None:
+        """Know of none yet; with `remakes` what is cheap is made again (by `again`), not sent."""
+        self._chain, self._costs = chain, costs
+        self._remakes, self._again = remakes, again
         self._readers: dict[str, int] = {}
         for layer in chain.layers:
             for name in layer.reads:
@@ -107,6 +110,10 @@ class ChainPrograms:
     def find(self, key: Any) -> list[Known] | None:
         """Return the programs of a segment's layers, if they are known."""
         return self._known.get(key)
+
+    def has(self, key: Any) -> bool:
+        """Return whether programs are known of a segment, or are still to be learnt."""
+        return key is not None and self._known.get(key, ()) is not None
 
     def lesson(self, key: Any) -> Lesson | None:
         """Return what is to take note of a segment that runs by autograd, if anything is."""
@@ -168,8 +175,9 @@ class ChainPrograms:
 
             try:
                 self._kinds[kind] = program_of(
-                    run, stays, reads, seed, root, remakes=remakes and self._remakes
-                )
+                    run, stays, reads, seed, root,
+                    remakes=remakes and self._remakes, again=self._again,
+                )  # fmt: skip
             except Exception as error:  # noqa: BLE001  any operation may refuse to be traced
                 _LOG.warning(
                     "layer %r and those like it run by autograd, which takes longer: %s",
@@ -208,34 +216,23 @@ class ChainPrograms:
 
 class ProgramRun:
     """One micro-batch's run of a layer by its program, from its forward visit to its backward
-    visit."""
+    visit. What backward needs stays on the device."""
 
-    def __init__(
-        self, known: Known, leaves: Sequence[Tensor], parcel: Parcel | None, collector: Collector
-    ) -> None:
+    def __init__(self, known: Known, leaves: Sequence[Tensor], collector: Collector) -> None:
         """Begin.
 
         Args:
             known: The program.
             leaves: Parameters and buffers, whose gradients are added to.
-            parcel: Takes what is sent; `None` keeps it.
             collector: Takes the gradients.
         """
-        self.known, self._leaves = known, leaves
-        self._parcel, self._collector = parcel, collector
-        self._offload: Offload | None = None if parcel is None else parcel.offload
-        self._sent: dict[int, tuple[SentStorage, View]] = {}
+        self.known, self._leaves, self._collector = known, leaves, collector
         self._kept: dict[int, Tensor] = {}
         self._gradient: Tensor | None = None
 
     def forward(self, values: Sequence[Any]) -> Sequence[Any]:
         """Return what the layer writes."""
-        program = self.known.program
-        written = program.forward(self, *self._leaves, *values)
-        if self._parcel is not None:
-            sent = self._sent
-            self._parcel.note([sent[n][0] for n in reversed(program.taken) if n in sent])
-        return written
+        return self.known.program.forward(self, *self._leaves, *values)
 
     def backward(self, stays: Sequence[Tensor], gradient: list[Tensor]) -> dict[str, Tensor]:
         """Add to the gradients of parameters; return those of what was read.
@@ -260,40 +257,70 @@ class ProgramRun:
         return gradient
 
     def send(self, number: int, tensor: Tensor) -> None:
-        """Send a tensor's storage to the host, or keep it where it has no place there."""
-        parcel, known = self._parcel, self.known
-        view = known.views.get(number)
-        if parcel is None or (view is None and not parcel.takes(tensor)):
-            self._kept[number] = tensor
-            return
-        made = number >= known.program.reads  # what is read may lie elsewhere each time
-        if view is None:
-            view = view_of(tensor)
-            if made:
-                known.views[number] = view
-        sent = parcel.send(tensor, shared=not made)
-        sent.users += 1
-        self._sent[number] = sent, view
+        """Keep a tensor until backward."""
+        self._kept[number] = tensor
 
     def take(self, number: int) -> Tensor:
-        """Return the tensor whose storage was sent."""
-        if self._offload is None or number in self._kept:
-            return self._kept[number]
-        sent, view = self._sent[number]
-        return seen_as(self._offload.use(sent), view)
+        """Return the tensor that was sent."""
+        return self._kept[number]
 
     def done(self, number: int) -> None:
         """Take note that nobody needs it any more."""
-        if self._offload is None or number in self._kept:
-            del self._kept[number]
-            return
-        sent, _ = self._sent[number]
-        sent.users -= 1
-        self._offload.used(sent)
+        del self._kept[number]
 
     def add(self, number: int, gradient: Tensor) -> None:
         """Add to the gradient of a parameter."""
         self._collector.add(self.known.keys[number], self._leaves[number], gradient)
+
+
+class OffloadedRun(ProgramRun):
+    """One whose tensors wait on the host, but for those that have no place there."""
+
+    def __init__(
+        self, known: Known, leaves: Sequence[Tensor], collector: Collector, parcel: Parcel
+    ) -> None:
+        """Begin; `parcel` takes what is sent."""
+        super().__init__(known, leaves, collector)
+        self._parcel, self._offload, self._ways = parcel, parcel.offload, known.ways
+        self._sent: dict[int, tuple[SentStorage, View]] = {}
+
+    def forward(self, values: Sequence[Any]) -> Sequence[Any]:
+        written = super().forward(values)
+        sent = self._sent
+        self._parcel.note([sent[n][0] for n in self.known.program.sent if n in sent])
+        return written
+
+    def send(self, number: int, tensor: Tensor) -> None:
+        way = self._ways.get(number)
+        if way is not None and self._parcel.alone:
+            view, package = way
+            sent = self._offload.send(tensor, package)
+        elif way is None and not self._parcel.takes(tensor):
+            self._kept[number] = tensor
+            return
+        else:
+            view = view_of(tensor)
+            sent = self._parcel.send(tensor)
+            if number >= self.known.program.reads:  # what is read may lie elsewhere each time
+                self._ways[number] = view, sent.package
+        sent.users += 1
+        self._sent[number] = sent, view
+
+    def take(self, number: int) -> Tensor:
+        found = self._sent.get(number)
+        if found is None:
+            return self._kept[number]
+        sent, view = found
+        return seen_as(self._offload.use(sent), view)
+
+    def done(self, number: int) -> None:
+        found = self._sent.get(number)
+        if found is None:
+            del self._kept[number]
+            return
+        sent, _ = found
+        sent.users -= 1
+        self._offload.used(sent)
 
 
 class SegmentRun:
@@ -306,7 +333,7 @@ class SegmentRun:
         parcel: Parcel | None,
         collector: Collector,
     ) -> None:
-        """Begin; the arguments are those of `ProgramRun`, by layer."""
+        """Begin; `known` and `leaves` are by layer, a parcel of `None` keeps what is sent."""
         self.parcel, self._collector = parcel, collector
         self._next = zip(known, leaves, strict=True)
         self._runs: list[ProgramRun] = []
@@ -326,11 +353,15 @@ class SegmentRun:
         self, _number: int, _layer: Layer, _tensors: Mapping[str, Tensor], values: Sequence[Any]
     ) -> Sequence[Any]:
         """Run the next layer, as `WaitingGraph.layer` does."""
-        if self.parcel is not None:
-            self.parcel.begin_layer()
-        run = ProgramRun(*next(self._next), self.parcel, self._collector)
+        run = self._begun(*next(self._next))
         self._runs.append(run)
         return run.forward(values)
+
+    def _begun(self, known: Known, leaves: Sequence[Tensor]) -> ProgramRun:
+        if self.parcel is None:
+            return ProgramRun(known, leaves, self._collector)
+        self.parcel.begin_layer()
+        return OffloadedRun(known, leaves, self._collector, self.parcel)
 
     def backward(
         self,

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from atomtrain.analysis.costs.rematerialization import CHEAP, DEEPEST
 from atomtrain.analysis.export.conditions import ways_to_trace
-from atomtrain.analysis.layers.direct_calls import function_of
+from atomtrain.analysis.layers.direct_calls import direct, function_of
 from atomtrain.engine.execution.fewer_views import leave_out_views
 
 aten = torch.ops.aten
@@ -43,6 +43,11 @@ no data."""
 _TRACING = threading.Lock()
 """Held while a layer is traced, which switches flags of the whole process."""
 Given = Callable[[Sequence[Any]], Sequence[Any]]
+Operation = Callable[..., Any]
+Instead = Callable[[Operation], Operation]
+"""Returns what is done in place of an operation, such as one that takes its time."""
+_AGAIN = "again"
+"""Marks, in a node's `meta`, what backward makes again."""
 
 
 class Like(NamedTuple):
@@ -91,15 +96,15 @@ class LayerProgram(NamedTuple):
     """`forward(run, *given)` returns what is written."""
     backward: Callable[..., Sequence[Any]]
     """`backward(run, *stays)` returns the gradients of what is read, in order."""
-    taken: tuple[int, ...]
-    """What is sent, in the order in which backward takes it."""
+    sent: tuple[int, ...]
+    """What is sent; backward takes the last one first."""
     reads: int
     """The numbers below are of what is read, where several may lie in one storage."""
 
 
 def program_of(
     run: Given, stays: Sequence[Like], reads: Sequence[Like], gradient: Like, root: int,
-    *, remakes: bool,
+    *, remakes: bool, again: Instead | None = None,
 ) -> LayerProgram | None:  # fmt: skip
     """Return what a layer does, or `None` if it cannot be divided.
 
@@ -110,12 +115,14 @@ def program_of(
         gradient: Of the one of its results that has a gradient.
         root: Which one that is.
         remakes: Whether what is cheap is made again, not sent.
+        again: Stands in for each operation that backward makes again; `None`: itself.
     """
     if ways_to_trace(gradient.device)[0].device != gradient.device:
         return None
     with _TRACING, _disable_current_modes():
         traced = _Traced(run, stays, reads, gradient, root)
-        return _Division(traced, remakes=remakes).program() if traced.divisible else None
+        division = _Division(traced, remakes=remakes)
+        return division.program(again) if traced.divisible else None
 
 
 class _Traced:
@@ -209,7 +216,7 @@ def _maker(base: fx.Node) -> fx.Node:
     return _first(base) if base.target is operator.getitem else base
 
 
-def _fast(graph: fx.Graph) -> Callable[..., Any]:
+def _fast(graph: fx.Graph, again: Instead | None = None) -> Operation:
     """Return a graph as a function; where no graph is made others do the same in less time."""
     for node in graph.nodes:
         if node.target is aten.slice.Tensor and len(node.args) == 4 and not node.kwargs:
@@ -218,6 +225,8 @@ def _fast(graph: fx.Graph) -> Callable[..., Any]:
             if length and start is not None and start >= 0:  # an empty one may start anywhere
                 node.target, node.args = torch.narrow, (of, dim, start, length)
         node.target = _WITHOUT_GRAPH.get(node.target, node.target)
+        if again is not None and node.meta.get(_AGAIN):
+            node.target = again(direct(node.target, len(node.args)))
     return function_of(graph)
 
 
@@ -246,10 +255,11 @@ class _Division:
         ]  # fmt: skip
         self._sent = {node: number for number, node in enumerate(sent)}
 
-    def program(self) -> LayerProgram:
-        """Return the two functions."""
+    def program(self, again: Instead | None) -> LayerProgram:
+        """Return the two functions; `again` is as of `program_of`."""
         backward, taken = self._backward()
-        return LayerProgram(_fast(self._forward()), _fast(backward), tuple(taken), self._reads)
+        sent = tuple(reversed(taken))
+        return LayerProgram(_fast(self._forward()), _fast(backward, again), sent, self._reads)
 
     def _note(self, call: fx.Node) -> None:
         if call.target not in CHEAP:
@@ -316,9 +326,11 @@ class _Division:
                 taken[found] = self._sent[node]
             elif node is not base or node is _maker(node):
                 found = graph.node_copy(node, lambda n: there(n, once))
+                found.meta[_AGAIN] = True
             else:
                 # All results that are needed are taken of it at once.
                 maker = graph.node_copy(_maker(node), lambda n: there(n, once))
+                maker.meta[_AGAIN] = True
                 for user in _maker(node).users:
                     if user in self._needed and user not in env:
                         env[user] = graph.node_copy(user, lambda _: maker)

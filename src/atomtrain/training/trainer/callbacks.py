@@ -116,7 +116,7 @@ def tell_start(trainer: Training, events: EventLog) -> None:
         state_bytes=engine.state_bytes,
         steps=trainer.course.steps,
     )
-    tell_plan(engine, events)
+    tell_plan(engine, events, trainer.args.compile)
 
 
 def tell_step(trainer: Training, events: EventLog, loss: float, tokens: int | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atomtrain.checkpoint import load_latest, open_checkpoint, save
+from atomtrain.checkpoint import Checkpoint, load_latest, open_checkpoint, save
 from atomtrain.checkpoint.reader import CHECKPOINTS_FOLDER
 from atomtrain.engine.api import swap
 from atomtrain.engine.calibration.profile_cache import StepTimes
@@ -28,7 +28,13 @@ from atomtrain.models.neftune import with_noise
 from atomtrain.optimizers import AdamW, decay_groups, layer_groups
 from atomtrain.optimizers.groups import set_learning_rate
 from atomtrain.training.config.optimizing import precision_of
-from atomtrain.training.setup.state import loss_scale_of, restore, shards_of
+from atomtrain.training.setup.state import (
+    compiled_before,
+    compiling_of,
+    loss_scale_of,
+    restore,
+    shards_of,
+)
 from atomtrain.training.trainer.callbacks import Callback, Course, Progress, tell_start, tell_step
 from atomtrain.training.trainer.trainer_arguments import (
     EPOCH,
@@ -121,6 +127,7 @@ class Trainer:
             loss=loss,
         )
         self._callbacks = tuple(callbacks)
+        self._compile = self.args.compile
         self._engine: Engine | None = None
         self.course = Course()
         self._check_size()
@@ -159,11 +166,12 @@ class Trainer:
         Raises:
             CheckpointError: there is no checkpoint to go on from, or it is of another model.
         """
-        engine, course, args = self.engine, self.course, self.args
+        course, args = self.course, self.args
         folder = Path(args.output_dir)
         course.steps = args.max_steps or max(1, int(args.epochs * self._steps_an_epoch))
         if resume_from_checkpoint:
             self._resume(folder, resume_from_checkpoint)
+        engine = self.engine
         schedule = args.schedule_of(course.steps)
         events = EventLog(folder / EVENTS_FILE)
         try:
@@ -280,7 +288,7 @@ class Trainer:
             clip_norm=args.clip_norm,
             precision=precision_of(args.precision),
             profile=args.profile,
-            compile=False,  # the engine is open before it is known what a checkpoint says of it
+            compile=self._compile,
         )
         return self._swap(self.model, self._batches(0)[0], options=options)
 
@@ -322,6 +330,7 @@ class Trainer:
             "evaluations": self.course.evaluations,
             "tokens": self.course.tokens,
             "loss_scale": loss_scale_of(self.engine),
+            "compiling": compiling_of(self.engine),
         }
         path = save(folder / CHECKPOINTS_FOLDER, self.course.step, shards_of(self.engine), meta)
         tell_checkpoint(path, self.course.step, time.monotonic() - started_s, events)
@@ -332,6 +341,7 @@ class Trainer:
             checkpoint = load_latest(folder / CHECKPOINTS_FOLDER)
         else:
             checkpoint = open_checkpoint(Path(where))
+        self._compile_as(checkpoint)
         restore(self.engine, checkpoint)
         try:
             tokens = int(checkpoint.meta.get("tokens", 0))  # older ones did not count them
@@ -344,6 +354,14 @@ class Trainer:
         self.course.step = checkpoint.step
         self.course.losses, self.course.evaluations = losses, evaluations
         self.course.tokens = tokens
+
+    def _compile_as(self, checkpoint: Checkpoint) -> None:
+        """Have the engine's layers compiled if a checkpoint's were, and not if they were not."""
+        before = compiled_before(checkpoint, self.engine.devices)
+        wanted = before if self.args.compile == "auto" else self.args.compile
+        if wanted not in ("auto", self.engine.compiling.compiled):
+            self.close()
+            self._compile = wanted
 
     def _tell(self, what: str, *about: Any) -> None:
         for callback in self._callbacks:

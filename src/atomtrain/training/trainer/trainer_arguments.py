@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from atomtrain.engine.options import check_compile
 from atomtrain.errors import ConfigError
 from atomtrain.optimizers import Schedule
 from atomtrain.settings import number
@@ -42,7 +43,8 @@ _ONLY_DEFAULT = {
     "parallelism_config": None,
     "push_to_hub": False,
     "report_to": "none",
-    "torch_compile": False,
+    "torch_compile_backend": "inductor",
+    "torch_compile_mode": None,
     "train_sampling_strategy": "random",
     "use_liger_kernel": False,
 }
@@ -97,6 +99,9 @@ class TrainerArguments:
     profile: bool | Literal["again"] = True
     """Measure this machine before the plan is made, or take what was measured before; `"again"`:
     measure it in any case; `False`: take figures from the catalogue."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each kind of layer, as `Options` says; with `"auto"` a training that goes on from a
+    checkpoint does as before, for the same bits."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "micro_batches", "max_steps", "evaluate_every",
@@ -112,6 +117,7 @@ class TrainerArguments:
         number(lambda value: value > 0, "above 0")("epochs", self.epochs)
         share = number(lambda value: 0 < value <= 1, "above 0 and at most 1")
         share("layer_lr_decay", self.layer_lr_decay)
+        check_compile("compile", self.compile)
         if self.precision not in ("fp32", "bf16", "fp16"):
             raise ConfigError(f"precision must be fp32, bf16 or fp16, not {self.precision!r}")
 
@@ -143,7 +149,7 @@ def arguments_from(given: Any) -> TrainerArguments:
             f"{type(given).__name__}"
         )
     for name, usual in _ONLY_DEFAULT.items():
-        if (value := getattr(given, name, usual)) not in (usual, "", [], {}):
+        if (value := getattr(given, name, usual)) not in (usual, None, "", [], {}):
             raise ConfigError(f"atomtrain.Trainer does not do {name}={value!r}; leave it out")
     optimizer = _text(given.optim)
     if optimizer not in _OPTIMIZERS:
@@ -179,6 +185,8 @@ def arguments_from(given: Any) -> TrainerArguments:
         neftune_noise_alpha=getattr(given, "neftune_noise_alpha", None),
         drop_unused=getattr(given, "remove_unused_columns", True),
         seed=given.seed,
+        # False is only their default.
+        compile=True if getattr(given, "torch_compile", False) else "auto",
     )
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import mmap
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from atomtrain.engine.calibration.compile_choice import CompileChoice
 from atomtrain.engine.calibration.profile_cache import StepTimes, doubt_profile, is_off
 from atomtrain.engine.calibration.profiling import crowding_warning
 from atomtrain.engine.engine import Engine
@@ -19,12 +18,14 @@ _MOST_SPANS = 5000
 """Beyond them a step's spans are no picture any more, and too long a line."""
 
 
-def tell_plan(engine: Engine, events: EventLog, compiling: CompileChoice | None = None) -> None:
+def tell_plan(engine: Engine, events: EventLog, asked: bool | Literal["auto"]) -> None:
     """Tell an engine's plan, and what makes its predictions doubtful.
 
-    `compiling` is what to say of its layers; `None`: what the engine says.
+    `asked` is whether layers were to be compiled; a checkpoint may have answered otherwise.
     """
-    plan, compiling = engine.plan, compiling or engine.compiling
+    plan, compiling = engine.plan, engine.compiling
+    if engine.planner.options.compile != asked:
+        compiling = compiling._replace(why="as in the checkpoint")
     events.emit(
         "plan",
         text=f"{plan.describe()}\nlayers     {compiling}",
