@@ -19,7 +19,7 @@ _TEMPLATE = (
     "{% endfor %}{% if m['role'] == 'assistant' %}</s>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-SIDE = vision_models.SIDE
+SIDE, _PATCH = vision_models.SIDE, vision_models.PATCH
 
 
 class Family(NamedTuple):
@@ -48,7 +48,7 @@ _SIZE = {"size": {"shortest_edge": 64, "longest_edge": 1024}}
 
 
 def _patches() -> Any:
-    return hf.Qwen2VLImageProcessorPil(**_SIZE, patch_size=vision_models.PATCH)
+    return hf.Qwen2VLImageProcessorPil(**_SIZE, patch_size=_PATCH)
 
 
 _QWEN_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -94,7 +94,7 @@ def _anyres() -> Any:
 
 def _llava_next(images: Any, tokens: Any) -> Any:
     return hf.LlavaNextProcessor(
-        images, tokens, patch_size=vision_models.PATCH, num_additional_image_tokens=1,
+        images, tokens, patch_size=_PATCH, num_additional_image_tokens=1,
         vision_feature_select_strategy="default",
     )  # fmt: skip
 
@@ -105,7 +105,7 @@ def _crops() -> Any:
 
 def _aya(images: Any, tokens: Any) -> Any:
     return hf.AyaVisionProcessor(
-        images, tokens, patch_size=vision_models.PATCH, img_size=SIDE, downsample_factor=2
+        images, tokens, patch_size=_PATCH, img_size=SIDE, downsample_factor=2
     )
 
 
@@ -129,7 +129,7 @@ FAMILIES = {
     "glm4v": Family(
         hf.Glm4vForConditionalGeneration, vision_models.glm4v_config,
         "<|begin_of_image|><|image|><|end_of_image|>", "<|image|>",
-        lambda: hf.Glm4vImageProcessorPil(**_SIZE, patch_size=vision_models.PATCH),
+        lambda: hf.Glm4vImageProcessorPil(**_SIZE, patch_size=_PATCH),
         special=_GLM_TOKENS,
     ),
     "llava_next": Family(
@@ -162,6 +162,14 @@ FAMILIES = {
             "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
             "image_token": "<image_soft_token>",
         },
+    ),
+    "mistral3": Family(
+        hf.Mistral3ForConditionalGeneration, vision_models.mistral3_config, "[IMG]", "[IMG]",
+        lambda: hf.PixtralImageProcessorPil(
+            size={"longest_edge": SIDE}, patch_size={"height": _PATCH, "width": _PATCH}
+        ),
+        special=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        settings={"patch_size": _PATCH, "spatial_merge_size": 2},
     ),
     "idefics3": Family(
         hf.Idefics3ForConditionalGeneration, vision_models.idefics3_config, "<image>", "<image>",

@@ -122,6 +122,14 @@ def gemma3_config(image: int = IMAGE, **text: Any) -> Any:
     )  # fmt: skip
 
 
+def mistral3_config(image: int = IMAGE, **text: Any) -> Any:
+    return hf.Mistral3Config(
+        text_config={"model_type": "mistral", **TEXT, "head_dim": 8, **text},
+        vision_config={"model_type": "pixtral", **VISION}, image_token_index=image,
+        spatial_merge_size=2, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
 def idefics3_config(image: int = IMAGE, **text: Any) -> Any:
     return hf.Idefics3Config(
         text_config={"model_type": "llama", **TEXT, **text}, vision_config=VISION, scale_factor=2,
@@ -210,6 +218,21 @@ def gemma3() -> Case:
     return Case(hf.Gemma3ForConditionalGeneration(gemma3_config()).train(), draw)
 
 
+def mistral3() -> Case:
+    """Pads images to the size of the largest, and joins patches."""
+    sizes = itertools.chain([(16, 16)] * ROWS, itertools.cycle([(8, 16), (16, 8), (8, 8)]))
+
+    def draw() -> dict[str, Tensor]:
+        each = list(itertools.islice(sizes, ROWS))
+        pixels = torch.zeros(ROWS, 3, max(h for h, _ in each), max(w for _, w in each))
+        for row, (height, width) in zip(pixels, each, strict=True):
+            row[:, :height, :width] = torch.randn(3, height, width)
+        counts = [h * w // (2 * PATCH) ** 2 for h, w in each]
+        return _batch(counts, None, pixel_values=pixels, image_sizes=torch.tensor(each))
+
+    return Case(hf.Mistral3ForConditionalGeneration(mistral3_config()).train(), draw)
+
+
 def _tiles(model: Any) -> Case:
     numbers = _numbers()
 
@@ -237,5 +260,5 @@ def smolvlm() -> Case:
 
 
 MODELS: list[Callable[[], Case]] = [
-    qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, gemma3, idefics3, smolvlm,
+    qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, gemma3, mistral3, idefics3, smolvlm,
 ]  # fmt: skip

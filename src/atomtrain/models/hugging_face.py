@@ -64,10 +64,11 @@ _WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
 _USUAL_WIDTH = 1024
 """Where a configuration tells no width: it only decides the default learning rate."""
 _LONGEST_REASON = 200
+_TORCHVISION = "its processor needs torchvision"
 _WHY = {
-    **dict.fromkeys(
-        ["mistral3", "llama4", "cohere2_vision", "lfm2_vl"], " (its processor needs torchvision)"
-    ),
+    **dict.fromkeys(["cohere2_vision", "lfm2_vl"], f" ({_TORCHVISION})"),
+    "llama4": f" ({_TORCHVISION}, and its own forward fails in transformers 5.24)",
+    "mllama": " (its processor makes masks of which images each token sees)",
     "paligemma": " (its processor writes texts anew)",
 }
 """Why kinds of models that read images are not among those that are trained."""
@@ -291,9 +292,14 @@ def build_random(sizes: HuggingFaceConfig, what: str = "the configuration") -> n
 
 
 def _without_cache(config: Any) -> Any:
-    """Return the configuration for training: keys and values of the past are not kept."""
+    """Return the configuration for training: keys and values of the past are not kept.
+
+    Nor are weights divided for evaluation (RWKV, for numbers of 16 bits): that changes them.
+    """
     for part in (config, config.get_text_config()):  # the language model asks its own part
         part.use_cache = False
+        if hasattr(part, "rescale_every"):
+            part.rescale_every = 0
     return config
 
 

@@ -38,6 +38,7 @@ KINDS = {
     "llava_next": Kind("model.vision_tower"),
     "internvl": Kind("model.vision_tower"),
     "aya_vision": Kind("model.vision_tower"),
+    "mistral3": Kind("model.vision_tower"),
     "ovis2": Kind("model.vision_tower", feature="<IMG_ATOM>"),
     "glm4v": _PATCHES,
     "qwen2_vl": _PATCHES,

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from atomtrain.models.hugging_face import HuggingFaceConfig
 
+_PIXTRAL = "transformers.models.pixtral.image_processing_pixtral"
 _VIDEOS = "video_processor"
 """A processor's last part, if it has one."""
 _MOST_TILES = 16
@@ -110,11 +113,12 @@ class Processor:
         except Exception as error:  # whatever a class of transformers raises
             raise _refused(error) from error
         starts = [
-            start if start < stop else -1 for start, stop in map(tuple, found["offset_mapping"][0])
+            start if start < stop else -1
+            for start, stop in np.asarray(found["offset_mapping"][0]).tolist()
         ]
         replaced = found["text_replacement_offsets"][0]
         back = [_original(start, replaced) for start in starts]
-        tokens = list(found["input_ids"][0])
+        tokens: list[int] = np.asarray(found["input_ids"][0]).tolist()
         if self.types is not None:
             types = [int(token == self.image_number) for token in tokens]
             if list(found[self.types][0]) != types:
@@ -245,7 +249,7 @@ def _made(
     files[PROCESSOR_FILE]["processor_class"] = name
     files["tokenizer_config.json"] = kept_tokens(sizes.files, files[PROCESSOR_FILE])
     files["config.json"] = {"model_type": kind}
-    made = _of_images_alone(processing_auto.processor_class_from_name(name), check)
+    made = _of_images_alone(_published(name), check)
     try:
         with confined(), tempfile.TemporaryDirectory(prefix="atom-processor-") as alone:
             for file, content in files.items():
@@ -263,6 +267,22 @@ def _made(
         ) from error
     _check_sizes(found.image_processor)
     return found
+
+
+def _published(name: str) -> Any:
+    """Return a class of processors; Pixtral's is loaded without torchvision.
+
+    Of that it needs one function, which the processor of images by Pillow has too.
+    """
+    from transformers.models.auto import processing_auto
+    from transformers.models.pixtral import image_processing_pil_pixtral
+
+    if name == "PixtralProcessor" and find_spec("torchvision") is None:
+        sys.modules.setdefault(_PIXTRAL, image_processing_pil_pixtral)
+        from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+
+        return PixtralProcessor
+    return processing_auto.processor_class_from_name(name)
 
 
 def _of_images_alone(published: Any, check: Callable[[Mapping[str, Any]], None]) -> Any:
@@ -295,8 +315,11 @@ def _check_sizes(images: Any) -> None:
     longest = size.get("longest_edge") or 0
     tile = (getattr(images, "max_image_size", None) or {}).get("longest_edge")
     copies, patch, merged = (
-        getattr(images, name, None) or 1
-        for name in ("temporal_patch_size", "patch_size", "merge_size")
+        max(found.values(), default=1) if isinstance(found, Mapping) else found
+        for found in (
+            getattr(images, name, None) or 1
+            for name in ("temporal_patch_size", "patch_size", "merge_size")
+        )
     )  # a side is of merged patches, one at least
     most = max(longest, size.get("shortest_edge") or 0, (patch * merged) ** 2) * copies
     if (tile is not None and longest > _MOST_TILES * tile) or most > 2 * MOST_RESIZED_PIXELS:

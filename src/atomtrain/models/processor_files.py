@@ -11,7 +11,8 @@ from atomtrain.models.image_text import PREPROCESSOR_FILE, PROCESSOR_FILE
 
 _OF_TEXT = {
     "image_token", "patch_size", "vision_feature_select_strategy", "num_additional_image_tokens",
-    "image_seq_len", "image_seq_length", "img_size", "downsample_factor",
+    "image_seq_len", "image_seq_length", "img_size", "downsample_factor", "spatial_merge_size",
+    "image_break_token", "image_end_token",
 }  # fmt: skip
 _OF_IMAGES = {
     "crop_size", "crop_to_patches", "default_to_square", "do_center_crop", "do_convert_rgb",
@@ -23,13 +24,13 @@ _OF_IMAGES = {
 }  # fmt: skip
 _AREAS = {"max_pixels", "min_pixels", "size"}
 """Settings that are numbers of pixels where sizes are areas."""
-_FORMS: dict[str, type] = {
+_FORMS: dict[str, Any] = {
     "image_grid_pinpoints": list,
     "max_image_size": dict,
     "max_patches": int,
     "merge_size": int,
     "min_patches": int,
-    "patch_size": int,
+    "patch_size": int | dict,  # of height and width
     "temporal_patch_size": int,
 }
 """Settings that must be of these types, or null."""

@@ -12,7 +12,9 @@ from atomtrain.models.image_text import KINDS
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("mistral3", "its processor needs torchvision"),
+        ("cohere2_vision", "its processor needs torchvision"),
+        ("llama4", "its own forward fails in transformers 5.24"),
+        ("mllama", "its processor makes masks"),
         ("paligemma", "its processor writes texts anew"),
         ("idefics2", "of such models these are: llava"),
     ],

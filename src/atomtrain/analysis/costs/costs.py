@@ -14,7 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -213,6 +217,9 @@ def _cannot_run(layer: Layer, specs: Sequence[ValueSpec], error: RuntimeError) -
     )
     reason = reason_of(error)
     advice = "check the example's shapes and types"
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        reason = f"what it does depends on data ({reason}), and costs are measured without data"
+        advice = "compute it with numbers and shapes that are known before"
     if "in-place" in reason:
         advice = "a layer must not change its inputs: use inplace=False"
     return f"layer {layer.name!r} cannot run on {shapes}: {reason}; {advice}"

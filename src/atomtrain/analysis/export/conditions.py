@@ -9,10 +9,12 @@ import dataclasses
 import gc
 import io
 import logging
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_impls import op_implementations_dict
@@ -53,6 +55,38 @@ def ways_to_trace(device: torch.device) -> list[Way]:
     reached = {"meta", built.type if built is not None else "meta"}
     devices = [device, CPU] if device.type in reached else [CPU]
     return [Way(seeming, as_eager) for as_eager in (True, False) for seeming in devices]
+
+
+@contextmanager
+def only_torch_draws() -> Iterator[None]:
+    """Refuse forward to draw random numbers of Python or NumPy: all steps would have the same.
+
+    Their generators are left as they were.
+
+    Raises:
+        AnalysisError: it draws some.
+    """
+    python, arrays = random.getstate(), np.random.get_state(legacy=False)
+    drawn = []
+    try:
+        yield
+        if random.getstate() != python:
+            drawn.append("Python")
+        if _words(np.random.get_state(legacy=False)) != _words(arrays):
+            drawn.append("NumPy")
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+    if drawn:
+        raise AnalysisError(
+            f"forward draws random numbers of {' and '.join(drawn)}, which would be the same in "
+            "every step; turn off what draws them (such as apply_spec_augment), draw them with "
+            f"torch, {MANUAL}"
+        )
+
+
+def _words(state: Any) -> tuple[Any, ...]:
+    return state["state"]["pos"], state["has_gauss"], state["state"]["key"].tobytes()
 
 
 @contextmanager

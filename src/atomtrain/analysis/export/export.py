@@ -25,6 +25,7 @@ from atomtrain.analysis.export.conditions import (
     check_dtypes,
     check_side_effects,
     hidden,
+    only_torch_draws,
     quiet,
     seeming_on,
     ways_to_trace,
@@ -221,7 +222,7 @@ def _program(
     try:
         with (
             torch.set_grad_enabled(grad), quiet(), without_collector(), seeming_on(device),
-            functions.noted(),
+            functions.noted(), only_torch_draws(),
         ):  # fmt: skip
             return torch.export.export(recorded, tuple(given), strict=False)
     finally:

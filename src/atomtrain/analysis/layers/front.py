@@ -9,6 +9,7 @@ exported as with any other model.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from atomtrain.analysis.export.conditions import only_torch_draws
 from atomtrain.analysis.export.structure import NotPlainError, put_together, taken_apart
 from atomtrain.analysis.layers.chain import Aside, Layer
 from atomtrain.analysis.layers.known_data import known_data
@@ -30,6 +32,8 @@ FREE_SHAPES = "free_shapes"
 with those of the example."""
 _FEATURES, _PLACES, _ADD = "deepstack_visual_embeds", "visual_pos_masks", "_deepstack_process"
 """Of models that add features to the hidden states of some layers: as many as there are places."""
+_READ_BEFORE = ("input_ids", "pixel_values")
+"""What a model takes that its language model does not see, if it takes `inputs_embeds` too."""
 _HOOKED = "_output_capturing_hooks_installed"
 """Says of transformers' models that their modules have hooks, which stay: they would come twice."""
 
@@ -162,7 +166,7 @@ class OwnCode(nn.Module):
 
         def language(*args: Any, **kwargs: Any) -> Any:
             given.append((args, _dense(_without_cache(kwargs))))
-            if self._found is not None:
+            if self._found is not None or self.base is self.model:
                 raise _ReachedError
             return _Output(last_hidden_state=kwargs.get("inputs_embeds"))
 
@@ -194,7 +198,7 @@ class OwnCode(nn.Module):
             *self.named_parameters(remove_duplicate=False),
             *self.named_buffers(remove_duplicate=False),
         )
-        with FakeTensorMode(), torch.no_grad():
+        with FakeTensorMode(), torch.no_grad(), only_torch_draws():
             given = [torch.empty(t.shape, dtype=t.dtype) for t in self.example]
             tensors = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in named}
             try:
@@ -266,15 +270,25 @@ class Rest:
     def call(self, model: nn.Module, tensors: Sequence[Tensor]) -> Any:
         """Call the model with a front that has run."""
         args, kwargs = put_together(self._found.skeleton, tensors)
+        front = self._front
+        around, whole = front.base.forward, front.base is front.model
+        language = front.language.forward
 
-        def base(*_: Any, **__: Any) -> Any:
-            output = language_of(model)(*args, **kwargs)
+        def base(*given: Any, **named: Any) -> Any:
+            if whole:  # what follows its language model is its own code too
+                named |= zip(inspect.signature(around).parameters, given, strict=False)
+                named |= dict.fromkeys(_READ_BEFORE)
+                return around(**named, inputs_embeds=kwargs.get("inputs_embeds"))
+            output = language_of(model)()
             names = {field.name for field in fields(self._found.output)}
             return self._found.output(**{k: v for k, v in output.items() if k in names})
 
-        front = self._front
+        def made(*_: Any, **__: Any) -> Any:
+            return language(*args, **kwargs)
+
         with (
             instead(front.base, "forward", base),
+            instead(front.language, "forward", made),
             instead(front.language, _ADD, _add_dense),
         ):
             return self._inputs.call(model, tensors[: len(self._given)])
@@ -291,9 +305,16 @@ def has_front(model: nn.Module, example: Sequence[Tensor]) -> bool:
 
 
 def language_of(model: nn.Module) -> Any:
-    """Return the language model that a model holds, perhaps itself; `None`: it does not say."""
+    """Return the language model that a model holds, perhaps itself; `None`: it does not say.
+
+    Of a model whose parts include one with a head (Llama 4), that part.
+    """
     find = getattr(model, "get_decoder", None)
-    return None if find is None else find()
+    found = None if find is None else find()
+    if found is not None and getattr(model, "base_model", None) is model:
+        holders = (child for child in model.children() if found in set(child.modules()))
+        return next(holders, found)
+    return found
 
 
 class _Output(dict[str, Any]):

@@ -1,0 +1,256 @@
+"""Models of sound and sight, and recurrent ones: the bits of an ordinary loop, or a true reason."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
+
+from atomtrain.analysis import chain_of
+from atomtrain.analysis.export.conditions import CPU
+from atomtrain.errors import AnalysisError
+from tests.golden.models.test_any_model import adamw, check
+from tests.support.any_models import _GROUPED, VOCABULARY, Case, _language_model
+from tests.support.engine_models import swap
+from tests.support.reference import assert_equal_training, train, twin
+
+pytestmark = pytest.mark.usefixtures("assumed_times", "fastest_plans")
+ROWS, LABELS, SIDE = 2, 5, 32
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
+}  # fmt: skip
+
+
+def _pixels() -> Tensor:
+    return torch.randn(ROWS, 3, SIDE, SIDE)
+
+
+def _pictures(model: nn.Module, labels: Callable[[], Any]) -> Case:
+    return Case(model.train(), lambda: {"pixel_values": _pixels(), "labels": labels()})
+
+
+def _classes() -> Tensor:
+    return torch.randint(LABELS, (ROWS,))
+
+
+def segformer() -> Case:
+    """Leaves out whole branches of a row at random."""
+    config = hf.SegformerConfig(
+        num_encoder_blocks=2, depths=(1, 1), sr_ratios=(2, 1), hidden_sizes=(16, 32),
+        patch_sizes=(7, 3), strides=(4, 2), num_attention_heads=(1, 2), mlp_ratios=(2, 2),
+        decoder_hidden_size=16, num_labels=LABELS,
+    )  # fmt: skip
+    model = hf.SegformerForSemanticSegmentation(config)
+    return _pictures(model, lambda: torch.randint(LABELS, (ROWS, SIDE, SIDE)))
+
+
+def convnext() -> Case:
+    config = hf.ConvNextConfig(
+        num_stages=2, hidden_sizes=(16, 32), depths=(2, 2), num_labels=LABELS, drop_path_rate=0.2
+    )
+    return _pictures(hf.ConvNextForImageClassification(config), _classes)
+
+
+def swin() -> Case:
+    """Moves its windows in every second block, and leaves out branches as Segformer does."""
+    config = hf.SwinConfig(
+        image_size=SIDE, embed_dim=16, depths=(2, 2), num_heads=(2, 4), window_size=4,
+        num_labels=LABELS,
+    )  # fmt: skip
+    assert config.drop_path_rate > 0
+    return _pictures(hf.SwinForImageClassification(config), _classes)
+
+
+def _yolos() -> Any:
+    config = hf.YolosConfig(
+        **_SIZES, image_size=(SIDE, SIDE), patch_size=8, num_detection_tokens=4, num_labels=LABELS
+    )
+    return hf.YolosForObjectDetection(config).train()
+
+
+def _wav2vec2(**more: Any) -> Any:
+    return hf.Wav2Vec2Config(
+        **_SIZES, vocab_size=12, conv_dim=(16, 16), conv_stride=(5, 2), conv_kernel=(10, 3),
+        num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, classifier_proj_size=16,
+        mask_time_length=4, **more,
+    )  # fmt: skip
+
+
+_STEADY = {"layerdrop": 0.0, "apply_spec_augment": False}
+
+
+def _sound(model: nn.Module, labels: Callable[[], Tensor]) -> Case:
+    return Case(model.train(), lambda: {"input_values": torch.randn(ROWS, 400), "labels": labels()})
+
+
+def wav2vec2_classes() -> Case:
+    model = hf.Wav2Vec2ForSequenceClassification(_wav2vec2(**_STEADY))
+    return _sound(model, lambda: torch.randint(2, (ROWS,)))
+
+
+def rwkv() -> Case:
+    config = hf.RwkvConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32,
+        intermediate_size=48, rescale_every=0, use_cache=False,
+    )  # fmt: skip
+    return _language_model(hf.RwkvForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    "make", [segformer, convnext, swin, wav2vec2_classes, rwkv], ids=lambda make: make.__name__
+)
+def test_swapped_is_resident(make: Callable[[], Case]) -> None:
+    torch.manual_seed(0)
+    check(make(), micro_batches=1, segments=3)
+
+
+def test_masks_that_are_drawn_in_evaluation_too() -> None:
+    """ViT-MAE: the same random state gives the same masks, in steps and in evaluation."""
+    config = hf.ViTMAEConfig(
+        **_SIZES, image_size=SIDE, patch_size=8, decoder_num_attention_heads=2,
+        decoder_hidden_size=32, decoder_num_hidden_layers=1, decoder_intermediate_size=48,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = hf.ViTMAEForPreTraining(config).train()
+    reference = twin(model)
+    resident = adamw(reference.parameters())
+    steps = [[{"pixel_values": _pixels()}] for _ in range(2)]
+    with swap(model, steps[0][0], optimizer=adamw, segments=3, micro_batches=1) as engine:
+        torch.manual_seed(1)
+        expected = train(reference, steps, resident, lambda own, batch: own(**batch).loss)
+        torch.manual_seed(1)
+        assert [engine.step(step) for step in steps] == expected
+        assert_equal_training(engine, reference, resident)
+        reference.eval()
+        torch.manual_seed(2)
+        with torch.no_grad():
+            judged = float(reference(**steps[0][0]).loss)
+            other = float(reference(**steps[0][0]).loss)
+        torch.manual_seed(2)
+        assert engine.evaluate(steps[0]) == judged != other
+
+
+def _boxes_loss(output: Any, batch: dict[str, Any]) -> Tensor:
+    """Match what was detected with what is there by the data."""
+    pairs = zip(batch["classes"], batch["boxes"], strict=True)
+    labels = [{"class_labels": classes, "boxes": boxes} for classes, boxes in pairs]
+    loss: Any = ForObjectDetectionLoss
+    result: Tensor = loss(
+        output.logits, labels, CPU, output.pred_boxes, hf.YolosConfig(num_labels=LABELS)
+    )[0]
+    return result
+
+
+def test_a_loss_of_the_callers_that_data_decide_is_refused() -> None:
+    batch = {
+        "pixel_values": _pixels(),
+        "classes": torch.randint(LABELS, (ROWS, 2)),
+        "boxes": torch.rand(ROWS, 2, 4) / 2,
+    }
+    model = _yolos()
+    assert _boxes_loss(model(batch["pixel_values"]), batch).isfinite()
+    with pytest.raises(AnalysisError, match=r"what it does depends on data .* without data"):
+        swap(model, batch, optimizer=adamw, loss=_boxes_loss, segments=3, micro_batches=1)
+
+
+def _spoken_loss(output: Any, batch: dict[str, Any]) -> Tensor:
+    probabilities = output.logits.log_softmax(-1, dtype=torch.float32).transpose(0, 1)
+    frames, letters = [len(probabilities)] * ROWS, [batch["spoken"].shape[1]] * ROWS
+    return nn.functional.ctc_loss(probabilities, batch["spoken"], frames, letters)
+
+
+def test_a_loss_that_torch_knows_with_data_only_is_refused() -> None:
+    model = hf.Wav2Vec2ForCTC(_wav2vec2(**_STEADY)).train()
+    batch = {
+        "input_values": torch.randn(ROWS, 400),
+        "spoken": torch.randint(1, 12, (ROWS, 6)),
+    }
+    assert _spoken_loss(model(batch["input_values"]), batch).isfinite()
+    with pytest.raises(AnalysisError, match=r"depends on data .*_ctc_loss.* without data"):
+        swap(model, batch, optimizer=adamw, loss=_spoken_loss, segments=3, micro_batches=1)
+
+
+def _gemma3n() -> Case:
+    config = hf.Gemma3nTextConfig(
+        **_GROUPED, head_dim=8, vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8, altup_num_inputs=2, num_kv_shared_layers=0, laurel_rank=8,
+        layer_types=["sliding_attention", "full_attention"], sliding_window=6,
+        activation_sparsity_pattern=[0.95, 0.0],
+    )  # fmt: skip
+    return _language_model(hf.Gemma3nForCausalLM(config))
+
+
+def _speech(**more: Any) -> Case:
+    model = hf.Wav2Vec2ForCTC(_wav2vec2(**more))
+    return _sound(model, lambda: torch.randint(1, 12, (ROWS, 6)))
+
+
+def _objects() -> Case:
+    def labels() -> Any:
+        return [
+            {"class_labels": torch.randint(LABELS, (2,)), "boxes": torch.rand(2, 4)}
+            for _ in range(ROWS)
+        ]
+
+    return _pictures(_yolos(), labels)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (_speech, r"modeling_wav2vec2\.py:\d+ \(if labels is not None.* depends on data"),
+        (lambda: _speech(**_STEADY), r"labels\.max\(\) >= self\.config\.vocab_size.* on data"),
+        (
+            lambda: _sound(
+                hf.Wav2Vec2ForSequenceClassification(_wav2vec2(apply_spec_augment=False)),
+                lambda: torch.randint(2, (ROWS,)),
+            ),
+            r"if not skip_the_layer or synced_gpus:\): what runs depends on data",
+        ),
+        (_objects, r"loss_for_object_detection\.py:\d+ .*what runs depends on data"),
+        (_gemma3n, r"works on a tensor's \.data, past autograd"),
+    ],
+    ids=["ctc", "ctc without random layers", "random layers", "yolos", "gemma3n"],
+)
+def test_what_cannot_be_traced_is_refused_with_its_line(
+    make: Callable[[], Case], reason: str
+) -> None:
+    model, draw = make()
+    with pytest.raises(AnalysisError, match=reason):
+        chain_of(model, draw())
+
+
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_masks_that_numpy_draws_are_refused(ran_before: bool) -> None:
+    """They would be those of the trace in every step; a model that ran is not prepared any more."""
+    model = hf.Wav2Vec2ForSequenceClassification(_wav2vec2(layerdrop=0.0)).train()
+    batch = {"input_values": torch.randn(ROWS, 400), "labels": torch.randint(2, (ROWS,))}
+    if ran_before:
+        model(**batch)
+    state = np.random.get_state()[2]
+    with pytest.raises(AnalysisError, match=r"numbers of NumPy, .* apply_spec_augment"):
+        chain_of(model, batch)
+    assert np.random.get_state()[2] == state
+
+
+class _Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, rows: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.inner(rows).sum() * random.random()}
+
+
+def test_random_numbers_of_python_are_refused() -> None:
+    state = random.getstate()
+    with pytest.raises(AnalysisError, match="draws random numbers of Python, which would be"):
+        chain_of(_Noisy(), {"rows": torch.randn(2, 3)})
+    assert random.getstate() == state
