@@ -30,6 +30,7 @@ from atomtrain.optimizers.groups import set_learning_rate
 from atomtrain.training.config.optimizing import precision_of
 from atomtrain.training.setup.state import loss_scale_of, restore, shards_of
 from atomtrain.training.trainer.callbacks import Callback, Course, Progress, tell_start, tell_step
+from atomtrain.training.trainer.inline import Inline, in_notebook
 from atomtrain.training.trainer.trainer_arguments import (
     EPOCH,
     TrainerArguments,
@@ -126,6 +127,8 @@ class Trainer:
         self._check_size()
         if self.args.log_every is not None:
             self._callbacks += (Progress(self._steps_of(self.args.log_every)),)
+        if in_notebook():
+            self._callbacks += (Inline(),)
 
     @property
     def engine(self) -> Engine:
