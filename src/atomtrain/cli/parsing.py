@@ -54,7 +54,8 @@ class Parser(argparse.ArgumentParser):
             instead = self.advice.get(given.lstrip("-").replace("-", "_"))
             if instead is not None:
                 raise ConfigError(f"{given} is not an option of {self.prog}; {instead}")
-            hint = nearest(given, self._option_string_actions) if given else ""
+            names = [f.removeprefix("--") for f in self._option_string_actions if f[:2] == "--"]
+            hint = nearest(given.lstrip("-"), names).replace("mean '", "mean '--") if given else ""
         if found := _LONG_DASHES.search(message):
             hint = f" It has {found[0]!r}, which looks like a minus; type '-'."
         raise ConfigError(f"{message}.{hint} See '{self.prog} --help'")

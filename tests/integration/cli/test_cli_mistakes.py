@@ -318,6 +318,21 @@ def test_every_checkpoint_is_damaged(complaint: Complaint, runs: Path) -> None:
     assert fingerprint(runs) == before
 
 
+def test_a_run_stands_for_its_only_peer(
+    complaint: Complaint, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(runs / "done"), "--sequences", "1"]) == 0
+    alone = capsys.readouterr().out
+    assert main(["evaluate", str(runs / "done" / "peer-0"), "--sequences", "1"]) == 0
+    assert capsys.readouterr().out == alone
+    shutil.copytree(runs / "done" / "peer-0", runs / "done" / "peer-1")
+    message = complaint("evaluate", str(runs / "done"))
+    assert (
+        f"has checkpoints of 2 peers; give the folder of one, such as {runs}/done/peer-0" in message
+    )
+    assert "give a checkpoint or the folder of a run" in complaint("evaluate", str(runs))
+
+
 def test_a_checkpoint_of_something_else(complaint: Complaint, workplace: Path) -> None:
     from atomtrain.checkpoint import save
 

@@ -101,6 +101,7 @@ _MISSING = "it has no counterpart; leave it out"
 ADVICE = {
     "attn_implementation": "attention is PyTorch's own; leave it out",
     "auto_find_batch_size": _PLANNED,
+    "config": "name the recipe itself: atom train FILE",
     "data_seed": "give --seed",
     "deepspeed": _SWAPPED,
     "evals_per_epoch": _EVALUATED,
