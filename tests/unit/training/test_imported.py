@@ -126,7 +126,7 @@ def test_axolotl(tmp_path: Path) -> None:
 def test_llama_factory(tmp_path: Path) -> None:
     found = imported(written(tmp_path, LLAMA_FACTORY))
     assert TrainOptions(**found.values) == TrainOptions(
-        model="org/model-8B", objective="dpo", beta=0.2, lora="r=8", context=1024, steps=200,
+        model="org/model-8B", objective="dpo", beta=0.2, lora="r=8,alpha=16", context=1024, steps=200,
         directory=Path("saves/dpo"), sequences=8, micro_batch=1, learning_rate=5e-6,
         warmup_ratio=0.1, precision="bf16",
     )  # fmt: skip
@@ -245,6 +245,8 @@ def test_columns_of_one_s_own_are_told(tmp_path: Path) -> None:
         ("optimizer: adamw_torch_fused\nlr_scheduler: cosine",
          {"optimizer": "adamw", "schedule": "cosine"}),
         ("reward_model: true", {"objective": "reward"}),
+        ("finetuning_type: lora\nlora_rank: 64", {"lora": "r=64,alpha=128"}),
+        ("adapter: lora\nlora_r: 64\nlora_alpha: 16", {"lora": "r=64,alpha=16"}),
         ("datasets: org/rows-2.5", {"data": ("datasets:org/rows-2.5",)}),
         ("datasets:\n  path: ./rows\n  type: alpaca", {"data": ("./rows",)}),
         ("datasets:\n  - {path: json, data_files: {train: a.jsonl}, type: chat_template}",

@@ -214,6 +214,8 @@ def _adapters(path: Path, said: Mapping[str, Any], left_out: list[str]) -> dict[
         left_out.append(f"the adapter {shown(kind)} has no counterpart; ATOM has lora")
         return {}
     parts = [f"{ours}={said[name]}" for name, ours in _OF_LORA.items() if name in said]
+    if "lora_rank" in said and "lora_alpha" not in said:  # LLaMA-Factory's default
+        parts.append(f"alpha={2 * said['lora_rank']}")
     named = "lora_target_modules" if "lora_target_modules" in said else "lora_target"
     targets = _names(path, named, said.get(named))
     if said.get("lora_target_linear") or targets in (["all"], ["all-linear"]):

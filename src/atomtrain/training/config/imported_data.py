@@ -27,6 +27,8 @@ _TYPES = ("alpaca", "chat_template", "completion", "sharegpt")
 """Of axolotl's, those whose rows the docs name."""
 _USUAL: dict[str, tuple[Any, ...]] = {
     "field": ("text",),
+    "field_chosen": ("chosen",),
+    "field_rejected": ("rejected",),
     "field_messages": ("messages", "conversations"),
     "message_property_mappings": (
         {"role": "role", "content": "content"},
