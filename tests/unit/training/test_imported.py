@@ -126,8 +126,8 @@ def test_axolotl(tmp_path: Path) -> None:
 def test_llama_factory(tmp_path: Path) -> None:
     found = imported(written(tmp_path, LLAMA_FACTORY))
     assert TrainOptions(**found.values) == TrainOptions(
-        model="org/model-8B", objective="dpo", beta=0.2, lora="r=8,alpha=16", context=1024, steps=200,
-        directory=Path("saves/dpo"), sequences=8, micro_batch=1, learning_rate=5e-6,
+        model="org/model-8B", objective="dpo", beta=0.2, lora="r=8,alpha=16", context=1024,
+        steps=200, directory=Path("saves/dpo"), sequences=8, micro_batch=1, learning_rate=5e-6,
         warmup_ratio=0.1, precision="bf16",
     )  # fmt: skip
     (line,) = found.left_out
