@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import Self, TypeVar
 
 from atomtrain.units import format_bytes, format_count, format_seconds
 
@@ -20,6 +20,7 @@ QUIET_S = 2.0
 """What takes less is not told."""
 EVERY_S = 1.0
 
+Item = TypeVar("Item")
 Show = Callable[[str], None]
 _listeners: list[Show] = []
 _under_way: list[Progress] = []
@@ -116,6 +117,14 @@ class Progress:
                 show(self.line(time.monotonic() - self._began_s))
         if told:
             show("")
+
+
+def each(what: str, items: Sequence[Item], unit: str) -> Iterator[Item]:
+    """Yield items, and tell how many of them are done."""
+    with Progress(what, len(items), unit) as progress:
+        for item in items:
+            yield item
+            progress.advance()
 
 
 def _seconds(value_s: float) -> str:

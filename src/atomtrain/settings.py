@@ -21,6 +21,8 @@ Check = Callable[[str, Any], object]
 """Is called with the flag and a value that was given; raises a `ConfigError` if it cannot be."""
 MOST_COUNT, MOST_TOKENS = 2**31 - 1, 2**53
 NAME_MAX = 64
+_LEAST_BYTES = 1 << 16
+"""Of what is given as a plain number."""
 TRUTHS = {"on": True, "off": False, "true": True, "false": False, "yes": True, "no": False}
 """Words for a setting that is on or off."""
 
@@ -150,8 +152,9 @@ def check_counts(given: Any, *names: str, least: int = 1, most: int = MOST_COUNT
 
 
 def check_size(flag: str, text: str) -> None:
-    """Refuse what is not a number of bytes."""
-    parse_bytes(text, flag)
+    """Refuse what is not a number of bytes, or so few that a unit was forgotten."""
+    if parse_bytes(text, flag) < _LEAST_BYTES and text.strip().isdecimal():
+        raise ConfigError(f"{flag} {text} would be {text} bytes; write the unit, such as {text}GiB")
 
 
 def memory_of(given: Any) -> dict[str, Any]:

@@ -295,10 +295,10 @@ def load_latest(folder: Path) -> Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint at `path`: a `step-*` directory, a checkpoint folder or a run's folder.
+    """Return the checkpoint at `path`: a `step-*` directory, or the folder of a peer or of a run.
 
-    Of a folder with several, the newest intact one is taken, as by `load_latest`; a single
-    directory is taken or refused.
+    Of a peer's folder the newest intact one is taken, as by `load_latest`, and of a run's folder
+    that of its only peer; a single directory is taken or refused.
 
     Raises:
         CheckpointError: there is none, it is damaged (names the file), or of another format.
@@ -309,6 +309,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return load_latest(path)
     if list_directories(path / CHECKPOINTS_FOLDER):
         return load_latest(path / CHECKPOINTS_FOLDER)
+    if peers := sorted(p for p in path.glob(f"*/{CHECKPOINTS_FOLDER}") if list_directories(p)):
+        if peers[1:]:
+            raise CheckpointError(
+                f"{path} has checkpoints of {len(peers)} peers; give the folder of one, such as "
+                f"{peers[0].parent}"
+            )
+        return load_latest(peers[0])
     if not (path / MANIFEST_FILE).exists() and not path.name.startswith("step-"):
         raise CheckpointError(
             f"{path} is not a checkpoint: it has neither {MANIFEST_FILE} nor step-* directories; "

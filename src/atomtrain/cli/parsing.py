@@ -54,7 +54,8 @@ class Parser(argparse.ArgumentParser):
             instead = self.advice.get(given.lstrip("-").replace("-", "_"))
             if instead is not None:
                 raise ConfigError(f"{given} is not an option of {self.prog}; {instead}")
-            hint = nearest(given, self._option_string_actions) if given else ""
+            names = [f.removeprefix("--") for f in self._option_string_actions if f[:2] == "--"]
+            hint = nearest(given.lstrip("-"), names).replace("mean '", "mean '--") if given else ""
         if found := _LONG_DASHES.search(message):
             hint = f" It has {found[0]!r}, which looks like a minus; type '-'."
         raise ConfigError(f"{message}.{hint} See '{self.prog} --help'")
@@ -117,12 +118,32 @@ def given_options(
         flag = dashes and f"--{argument[dashes.end() :].partition('=')[0].lstrip('-')}"
         if flag in parser._option_string_actions:
             raise ConfigError(f"{argument} begins with a dash that is not '-'; type {flag}")
+    arguments = _as_ours(parser, arguments)
     hints = typing.get_type_hints(kind)
     given = vars(parser.parse_args(_on_where_alone(kind, hints, arguments)))
     for name, value in given.items():
         if typing.get_origin(hints.get(name)) is tuple:
             given[name] = tuple(value)
     return given
+
+
+def _as_ours(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
+    """Return options as ours are written: `--local_steps` with dashes, `--plain True` as one."""
+    known, found = parser._option_string_actions, list[str]()
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        dashed, switched = (
+            name.replace("_", "-"),
+            f"{found[-1] if found else ''}={argument.lower()}",
+        )
+        if name.startswith("--") and dashed in known:
+            switch = f"{dashed}={value.lower()}"
+            found.append(switch if switch in known else f"{dashed}{equals}{value}")
+        elif switched in known:
+            found[-1] = switched
+        else:
+            found.append(argument)
+    return found
 
 
 def _on_where_alone(

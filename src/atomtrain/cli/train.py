@@ -91,8 +91,8 @@ def _add_other_names(parser: argparse.ArgumentParser) -> None:
         settings: dict[str, Any] = {"type": kind}
         if kind is bool:
             settings = {"nargs": "?", "const": True, "type": _truth}
-        flags = dict.fromkeys((flag_of(name), f"--{name}"))
-        parser.add_argument(*flags, dest=_OTHER + name, help=argparse.SUPPRESS, **settings)
+        flag = flag_of(name)
+        parser.add_argument(flag, dest=_OTHER + name, help=argparse.SUPPRESS, **settings)
 
 
 def _truth(text: str) -> bool:
@@ -201,7 +201,13 @@ def _run_peers(options: TrainOptions) -> int:
             mine = dataclasses.replace(shared, name=names[index], metrics=metrics)
             if index > 0:
                 mine = dataclasses.replace(
-                    mine, port=0, join=(address or "",), trace=None, profile_again=False
+                    mine,
+                    port=0,
+                    join=(address or "",),
+                    trace=None,
+                    profile_again=False,
+                    epochs=None,
+                    warmup_ratio=None,  # the run's recipe knows its steps
                 )
             return [sys.executable, "-m", "atomtrain.cli.main", "train", *arguments_of(mine)]
 

@@ -20,6 +20,7 @@ from atomtrain.errors import DeviceMemoryError, PlanError
 from atomtrain.events import SWARM_FILE, EventLog
 from atomtrain.files import replacing
 from atomtrain.models.making import parameter_count
+from atomtrain.progress import listening
 from atomtrain.training.config.preflight import CHECKPOINTS
 from atomtrain.training.setup.peering import pasted_address
 from atomtrain.training.setup.setup import Session
@@ -152,11 +153,12 @@ def tell_samples(session: Session, events: EventLog) -> None:
         max_s=_SAMPLE_S,
     )
     ids = [tokenizer.encode(prompt) or [tokenizer.separator]] * _SAMPLES
-    try:
-        found = engine.generate(ids, **wish._asdict())
-    except (PlanError, DeviceMemoryError) as error:
-        events.emit("warning", message=f"samples are generated on the host: {error}")
-        found = engine.generate(ids, on_host=True, **wish._asdict())
+    with listening(lambda _: None):  # the display is at work
+        try:
+            found = engine.generate(ids, **wish._asdict())
+        except (PlanError, DeviceMemoryError) as error:
+            events.emit("warning", message=f"samples are generated on the host: {error}")
+            found = engine.generate(ids, on_host=True, **wish._asdict())
     for tokens in found.tokens:
         text = tokenizer.decode(tokens)
         events.emit("sample", step=session.step, prompt=prompt, text=text)

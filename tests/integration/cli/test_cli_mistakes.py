@@ -18,6 +18,7 @@ import torch
 from atombench import forks
 from atombench.mistakes import FILES, MISTAKES, Mistake
 from atomtrain.cli.main import main
+from atomtrain.progress import Progress
 from tests.support.swarm_configs import swarm_config
 from tests.support.waiting import PATIENCE_S
 
@@ -316,6 +317,42 @@ def test_every_checkpoint_is_damaged(complaint: Complaint, runs: Path) -> None:
     assert "step-00000002" in message
     assert "intact" in complaint("generate", str(runs / "done" / "peer-0"))
     assert fingerprint(runs) == before
+
+
+def test_who_waits_is_told_how_far_it_is(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines: list[str] = []
+    end = Progress.end
+
+    def noted(work: Progress) -> None:
+        lines.append(work.line(1.0))
+        end(work)
+
+    monkeypatch.setattr(Progress, "end", noted)
+    assert main(["evaluate", str(runs / "done"), "--sequences", "3"]) == 0
+    assert "evaluating: 3 of 3 sequences (100%), 3 sequences/s, 1 s left" in lines
+    assert main(["generate", str(runs / "done"), "--tokens", "4", "--temperature", "0"]) == 0
+    assert "generating: 4 of 4 tokens (100%), 4 tokens/s, 1 s left" in lines
+    assert main(["prove", "--steps", "1", "--device", "emulated"]) == 0
+    for way in ("swapped", "whole"):
+        assert f"training {way}: 1 of 1 steps (100%), 1 steps/s, 1 s left" in lines
+    capsys.readouterr()
+
+
+def test_a_run_stands_for_its_only_peer(
+    complaint: Complaint, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(runs / "done"), "--sequences", "1"]) == 0
+    alone = capsys.readouterr().out
+    assert main(["evaluate", str(runs / "done" / "peer-0"), "--sequences", "1"]) == 0
+    assert capsys.readouterr().out == alone
+    shutil.copytree(runs / "done" / "peer-0", runs / "done" / "peer-1")
+    message = complaint("evaluate", str(runs / "done"))
+    assert (
+        f"has checkpoints of 2 peers; give the folder of one, such as {runs}/done/peer-0" in message
+    )
+    assert "give a checkpoint or the folder of a run" in complaint("evaluate", str(runs))
 
 
 def test_a_checkpoint_of_something_else(complaint: Complaint, workplace: Path) -> None:

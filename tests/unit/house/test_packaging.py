@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -81,3 +82,31 @@ def test_the_sources_are_complete(built: Path) -> None:
                    "CONTRIBUTING.md", ".github/workflows/test.yml"):  # fmt: skip
         assert needed in names
     assert {f"src/{needed}" for needed in NEEDED} <= names
+
+
+def test_the_container_has_all_that_its_wheel_is_made_of(tmp_path: Path) -> None:
+    """Its first stage is done here, without the image: what it copies makes a wheel with a core."""
+    pytest.importorskip("hatchling")
+    try:
+        compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+    first, second = (ROOT / "Containerfile").read_text("utf-8").split("\nFROM ")[1:]
+    assert "-slim" in second.partition("\n")[0]
+    for line in first.splitlines():
+        if line.startswith("COPY "):
+            *sources, target = line.split()[1:]
+            for source in sources:
+                into = tmp_path / target.strip("/")
+                if (ROOT / source).is_dir():
+                    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+                    shutil.copytree(ROOT / source, into, ignore=ignored)
+                else:
+                    into.mkdir(exist_ok=True)
+                    shutil.copy(ROOT / source, into)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")],
+        cwd=tmp_path / "src", capture_output=True, timeout=PATIENCE_S, check=True,
+    )  # fmt: skip
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert "linux" in wheel.name, "it has its compiled core"

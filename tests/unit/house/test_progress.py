@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from atomtrain import progress
-from atomtrain.progress import BYTES, Progress, listening
+from atomtrain.progress import BYTES, Progress, each, listening
 from tests.support.waiting import PATIENCE_S
 
 
@@ -55,6 +55,14 @@ def test_a_listener_is_told_until_it_is_over(told: queue.Queue[str]) -> None:
     *_, last = told.queue
     assert last == ""
     assert "atom-progress" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_each_item_counts_when_it_is_done(told: queue.Queue[str]) -> None:
+    with listening(told.put):
+        for number in each("judging", ["a", "b", "c", "d"], "texts"):
+            wait_for(told, "judging: " if number == "a" else "of 4 texts")
+    *_, last = told.queue
+    assert last == ""
 
 
 def test_the_part_is_told_in_place_of_the_whole(told: queue.Queue[str]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from atomtrain.cli.main import main
 from atomtrain.errors import ConfigError
-from atomtrain.training.config.imported import imported
+from atomtrain.training.config.imported import KNOWN, imported
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe_files import options_with, read_recipe
 
@@ -125,9 +126,9 @@ def test_axolotl(tmp_path: Path) -> None:
 def test_llama_factory(tmp_path: Path) -> None:
     found = imported(written(tmp_path, LLAMA_FACTORY))
     assert TrainOptions(**found.values) == TrainOptions(
-        model="org/model-8B", objective="dpo", beta=0.2, lora="r=8", context=1024, steps=200,
-        directory=Path("saves/dpo"), sequences=8, micro_batch=1, learning_rate=5e-6,
-        warmup_steps=20, precision="bf16",
+        model="org/model-8B", objective="dpo", beta=0.2, lora="r=8,alpha=16", context=1024,
+        steps=200, directory=Path("saves/dpo"), sequences=8, micro_batch=1, learning_rate=5e-6,
+        warmup_ratio=0.1, precision="bf16",
     )  # fmt: skip
     (line,) = found.left_out
     assert "dpo_en_demo" in line
@@ -191,7 +192,13 @@ def test_objectives_of_pairs(
         ("sample_packing: 3\n", "sample_packing must be of type bool, not 3"),
         ("a: &a [1, 1]\nb: &b [*a, *a]\nlora_r: [*b, *b]\n", "has aliases"),
         ("# " + "x" * (1 << 20), "larger than 1 MiB"),
-        ("optimizer: lion\n", "'lion' is not known"),
+        ("micro_batch_size: 2.5\n", "micro_batch_size must be of type int, not 2.5"),
+        ("seed: .inf\n", "seed must be of type int"),
+        ("base_model: [a, b]\n", "base_model must be of type str"),
+        ("rl_beta: much\n", "rl_beta must be of type float"),
+        ("adapter: lora\nlora_target: 5\n", "lora_target must be a list of names, not 5"),
+        ("dataset: 5\n", "dataset must be names of data sets, not 5"),
+        ("datasets: [[a]]\n", "path must be the name of a data set or a file"),
         ("!!python/object/apply:os.system ['true']\n", "cannot be read as YAML"),
     ],
 )
@@ -225,3 +232,84 @@ def test_columns_of_one_s_own_are_told(tmp_path: Path) -> None:
     found = imported(file)
     assert found.values["data"] == ("a.jsonl",)
     assert found.left_out == ["datasets: type of a.jsonl: rows need the names of the docs"]
+
+
+@pytest.mark.parametrize(
+    ("said", "values"),
+    [
+        ("num_epochs: 3\nwarmup_ratio: 0.03", {"epochs": 3.0, "warmup_ratio": 0.03}),
+        ("num_epochs: 3\nwarmup_steps: 0.1", {"epochs": 3.0, "warmup_ratio": 0.1}),
+        ("warmup_steps: 0\nwarmup_ratio: 0.1", {"warmup_ratio": 0.1}),
+        ("warmup_steps: 9\nwarmup_ratio: 0.1", {"warmup_steps": 9}),
+        ("max_steps: -1\nnum_train_epochs: 2", {"epochs": 2.0}),
+        ("optimizer: adamw_torch_fused\nlr_scheduler: cosine",
+         {"optimizer": "adamw", "schedule": "cosine"}),
+        ("reward_model: true", {"objective": "reward"}),
+        ("finetuning_type: lora\nlora_rank: 64", {"lora": "r=64,alpha=128"}),
+        ("adapter: lora\nlora_r: 64\nlora_alpha: 16", {"lora": "r=64,alpha=16"}),
+        ("datasets: org/rows-2.5", {"data": ("datasets:org/rows-2.5",)}),
+        ("datasets:\n  path: ./rows\n  type: alpaca", {"data": ("./rows",)}),
+        ("datasets:\n  - {path: json, data_files: {train: a.jsonl}, type: chat_template}",
+         {"data": ("a.jsonl",)}),
+        ("datasets:\n  - {path: a.jsonl, field_messages: conversations, ds_type: json}",
+         {"data": ("a.jsonl",)}),
+    ],
+)  # fmt: skip
+def test_styles_that_are_understood_wholly(
+    tmp_path: Path, said: str, values: dict[str, Any]
+) -> None:
+    found = imported(written(tmp_path, f"base_model: org/m\n{said}\n"))
+    assert TrainOptions(**found.values) == TrainOptions(model="org/m", **values)
+    assert found.left_out == []
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("optimizer: lion_8bit", "optim: 'lion_8bit' has no counterpart; known are adamw"),
+        ("lr_scheduler: rex", "lr_scheduler: 'rex' has no counterpart"),
+        ("save_steps: 0.25", "save_steps: 0.25: a part of all steps"),
+        ("max_steps: 5\nnum_epochs: 2", "num_epochs: 2: max_steps counts more"),
+        ("report_to: wandb", "report_to: 'wandb': give --metrics"),
+        ("evals_per_epoch: 4", "evals_per_epoch: 4: give --evaluate-every N"),
+        ("val_set_size: 0", "val_set_size: 0: a twentieth of the rows is held out"),
+        ("datasets: [{path: a.jsonl, type: oasst}]", "type of a.jsonl: rows need the names"),
+        ("datasets: [{path: a.jsonl, field_messages: talk}]", "field_messages of a.jsonl: 'talk'"),
+        ("datasets: [{path: org/a, data_files: b.jsonl}]", "data_files of org/a: all its files"),
+        (f"special_tokens: {{pad_token: {'x' * 99}}}", "x... has no counterpart"),
+    ],
+)
+def test_what_is_not_understood_is_told(tmp_path: Path, said: str, told: str) -> None:
+    found = imported(written(tmp_path, f"base_model: org/m\n{said}\n"))
+    TrainOptions(**found.values)
+    (line,) = found.left_out
+    assert told in line
+
+
+def test_a_data_set_of_another_hub_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    table = {"x": {"ms_hub_url": "org/x", "tags": {"role_tag": "role"}}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(table))
+    found = imported(written(tmp_path, "model_name_or_path: org/m\ndataset: x\n"))
+    assert found.values == {"model": "org/m"}
+    assert [line.partition(" ")[0] for line in found.left_out] == ["dataset:", "dataset:"]
+    assert "give its file with --data" in found.left_out[1]
+
+
+ODD = ("5", "-1", "0.5", "a b", "[1]", "[[a]]", "{a: 1}", "true", "''", ".nan", ".inf", "9" * 400,
+       "2024-01-01", "[{path: 5}]", "{path: [a]}")  # fmt: skip
+
+
+@pytest.mark.parametrize("key", sorted({*KNOWN, "adapter", "unknown"}))
+def test_no_value_of_a_key_is_answered_with_a_traceback(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for odd in ODD:
+        beside = "" if key == "adapter" else "adapter: lora\n"
+        path = written(tmp_path, f"base_model: tiny\n{beside}{key}: {odd}\n")
+        code, told = main(["import", str(path)]), capsys.readouterr()
+        lines = told.err.splitlines()
+        assert all(line.startswith("atom: ") and len(line) < 600 for line in lines), (odd, lines)
+        assert code == 0 or (code == 2 and len(lines) == 1 and not told.out), (odd, lines)

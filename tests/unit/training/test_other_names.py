@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from atomtrain.cli.train import command_parser, options_of
 from atomtrain.errors import ConfigError, RecipeFileError
+from atomtrain.settings import flag_of
+from atomtrain.training.config.new_recipe import new_recipe
 from atomtrain.training.config.other_names import ADVICE, KINDS, translated
 from atomtrain.training.config.recipe_files import options_with, read_recipe
 
@@ -23,7 +26,7 @@ def test_a_command_line_of_transformers_is_understood(capsys: pytest.CaptureFixt
     )
     options = options_of(given.split())
     assert (options.micro_batch, options.sequences, options.steps) == (4, 8, 100)
-    assert (options.learning_rate, options.warmup_steps, options.schedule) == (3e-4, 3, "linear")
+    assert (options.learning_rate, options.warmup_ratio, options.schedule) == (3e-4, 0.03, "linear")
     assert (options.precision, options.optimizer) == ("bf16", "adamw-int8")
     assert (options.clip_norm, options.checkpoint_every, options.evaluate_every) == (0.5, 50, 25)
     told = capsys.readouterr().err
@@ -48,7 +51,7 @@ def test_own_names_are_not_commented_on(capsys: pytest.CaptureFixture[str]) -> N
         ({"num_train_epochs": 3.0}, {}, {"epochs": 3.0}),
         ({"fp16": True}, {}, {"precision": "fp16"}),
         ({"bf16": False}, {}, {}),
-        ({"warmup_ratio": 0.101}, {"steps": 100}, {"warmup_steps": 11}),
+        ({"max_steps": -1, "num_epochs": 2.0}, {}, {"epochs": 2.0}),
     ],
 )
 def test_what_names_mean_depends_on_what_else_is_known(
@@ -66,8 +69,6 @@ def test_what_names_mean_depends_on_what_else_is_known(
         ({"gradient_accumulation": 4}, {}, "--gradient-accumulation 4 needs"),
         ({"gradient_accumulation": 4}, {"sequences": 6}, "--gradient-accumulation 4 needs"),
         ({"batch_size": 4, "gradient_accumulation": 2}, {"sequences": 12}, "contradict"),
-        ({"warmup_ratio": 0.1}, {}, "--warmup-ratio 0.1 is a part of the steps"),
-        ({"warmup_ratio": 2.0}, {"steps": 5}, "must be 0 to 1"),
         ({"bf16": True, "fp16": True}, {}, "contradict"),
         ({"optim": "lion"}, {}, "--optim 'lion' is not known"),
         ({"lr_scheduler_type": "cosin"}, {}, "Did you mean 'cosine'"),
@@ -121,3 +122,43 @@ def test_steps_and_epochs_contradict_each_other() -> None:
         options_of(["--epochs", "0"])
     with pytest.raises(ConfigError, match="--epochs is for new runs"):
         options_of(["--epochs", "1", "--run", "mine", "--resume"])
+
+
+def test_options_may_be_written_as_other_tools_write_them() -> None:
+    options = options_of(
+        [
+            "--learning_rate",
+            "1e-4",
+            "--packing",
+            "True",
+            "--plain=True",
+            "--compile",
+            "False",
+            "--clip_norm=2",
+        ]
+    )
+    assert (options.learning_rate, options.packing, options.plain) == (1e-4, True, True)
+    assert (options.compile, options.clip_norm) == (False, 2.0)
+    assert not options_of(["--plain", "--plain", "False"]).plain
+
+
+def test_a_part_of_the_steps_to_warm_up_in(tmp_path: Path) -> None:
+    options = options_of(["--model", "tiny", "--steps", "101", "--warmup_ratio", "0.1"])
+    assert new_recipe(options).warmup_steps == 11
+    for rest in ("--warmup-steps 3", "--run mine --resume", "--join a@b"):
+        with pytest.raises(ConfigError, match="--warmup-ratio"):
+            options_of(["--warmup-ratio", "0.1", *rest.split()])
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: tiny\nsteps: 50\nwarmup-steps: 5\n")
+    options = options_of([str(path), "--epochs", "2", "--warmup-ratio", "0.2"])
+    assert (options.steps, options.warmup_steps) == (None, None)
+    assert (options.epochs, options.warmup_ratio) == (2.0, 0.2)
+
+
+@pytest.mark.slow
+def test_every_name_of_transformers_is_understood_or_answered() -> None:
+    arguments = pytest.importorskip("transformers.training_args").TrainingArguments
+    ours = set(command_parser()._option_string_actions)
+    names = {field.name for field in dataclasses.fields(arguments)}
+    assert len(names) > 100
+    assert {name for name in names - {*KINDS, *ADVICE} if flag_of(name) not in ours} == set()

@@ -113,3 +113,12 @@ def test_threads_are_divided_and_what_the_first_one_complained_of_is_told(
     assert main(THREE) == 1
     assert {told(command, None).threads for command in launched} == {2}
     assert capsys.readouterr().err == "atom: peer 1 has no disk\n"
+
+
+def test_the_others_leave_to_the_run_what_the_first_one_makes_of_the_data(
+    launched: list[PeerCommand],
+) -> None:
+    main([*THREE, "--epochs", "2", "--warmup-ratio", "0.1"])
+    first, *others = [told(command, ADDRESS) for command in launched]
+    assert (first.epochs, first.warmup_ratio) == (2.0, 0.1)
+    assert {(other.epochs, other.warmup_ratio) for other in others} == {(None, None)}

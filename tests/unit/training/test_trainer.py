@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import math
+import re
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import atomtrain
 from atomtrain.checkpoint import save
 from atomtrain.errors import CheckpointError, ConfigError
 from atomtrain.events import read_events
+from atomtrain.training.trainer import inline
 from atomtrain.training.trainer import trainer as module
 from atomtrain.training.trainer.callbacks import Callback, Course
 from atomtrain.training.trainer.trainer import Trainer
@@ -384,6 +387,33 @@ def test_notebooks_show_pictures(tmp_path: Path) -> None:
     assert "<img" in history._repr_html_(), "HTML counts more than a picture beside it"
     assert math.isclose(float(repr(history).split("loss ")[1].split(",")[0]), history.losses[-1],
                         abs_tol=1e-4)  # fmt: skip
+
+
+def test_a_notebook_shows_the_training_while_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    place, ipython = ModuleType("IPython.display"), ModuleType("IPython")
+    place.HTML = str  # type: ignore[attr-defined]
+    place.display = lambda it, display_id: (  # type: ignore[attr-defined]
+        shown.append(it) or SimpleNamespace(update=shown.append)
+    )
+    ipython.display = place  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", place)
+    monkeypatch.setattr(inline, "_EVERY_S", 0.0)
+    monkeypatch.setattr(inline, "_MOST_SHARE", math.inf)
+    for kernel in (None, "a notebook's"):
+        shell = SimpleNamespace(kernel=kernel)
+        monkeypatch.setattr(ipython, "get_ipython", lambda shell=shell: shell, raising=False)
+        assert not shown, "IPython in a terminal shows no pictures"
+        with trainer(tmp_path / str(kernel)) as made:
+            made.train()
+    assert len(shown) == 13
+    assert all("<img" in each for each in shown)
+    assert "step 1 of 12<" in shown[0]
+    assert re.search(r"step 2 of 12, .+ a step, .+ left<", shown[1])
+    assert "step 12 of 12<" in shown[-1]
 
 
 def test_a_model_is_written(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ FIELDS = {
     "leaders": {"run", "rows"},
     "samples": {"run", "rows"},
 }  # fmt: skip
-LEADER = {"peer", "name", "accepted_tokens", "rounds", "state", "tokens_per_s"}
+LEADER = {"peer", "name", "accepted_tokens", "rounds", "state"}
 SAMPLE = {"peer", "step", "time_s", "prompt", "text"}
 CURVES = {"loss", "tokens_per_s", "bits_per_byte"}
 
@@ -139,6 +139,20 @@ def test_leaders_are_those_whose_tokens_were_accepted() -> None:
     assert [(row["name"], row["accepted_tokens"], row["rounds"]) for row in leaders.rows()] == [
         ("A", 60, 3), ("B", 30, 3),
     ]  # fmt: skip
+
+
+def test_what_a_peer_says_of_itself_does_not_count() -> None:
+    leaders = Leaders()
+    leaders.hear(
+        [{"peer_id": "a", "name": "A"}, {"peer_id": "liar", "name": "L", "tokens": 10**12,
+          "accepted_tokens": 10**12, "rounds": 99, "tokens_per_s": 1e9}]
+    )  # fmt: skip
+    leaders.count(round_of())
+    told = leaders.rows()
+    assert [row["name"] for row in told] == ["B", "A", "L"]
+    assert told[2] == {
+        "peer": "liar", "name": "L", "state": None, "accepted_tokens": None, "rounds": 0
+    }  # fmt: skip
 
 
 def test_names_and_texts_have_an_end() -> None:

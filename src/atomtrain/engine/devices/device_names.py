@@ -12,6 +12,8 @@ DEFAULT_LINK_BYTES_PER_S = 4.0 * 2**30
 GPU_KINDS = ("cuda", "xpu")
 """Those that are a GPU, as torch calls them: NVIDIA's and AMD's, Intel's."""
 _KINDS = ("auto", "cpu", *GPU_KINDS, "emulated")
+_MEANT = {**dict.fromkeys(("gpu", "hip", "nvidia", "rocm"), "cuda"), "mps": "cpu"}
+"""What is probably meant by names that others use."""
 
 
 class DeviceName(NamedTuple):
@@ -41,8 +43,10 @@ def parse_device(name: str) -> DeviceName:
     if kind == "emulated":
         link = parse_rate(argument, "link") if argument else DEFAULT_LINK_BYTES_PER_S
         return DeviceName(kind, link_bytes_per_s=link)
+    meant = f"cuda:{name}" if name.isdecimal() else _MEANT.get(kind.lower())
+    hint = nearest(kind, _KINDS) if meant is None else f" Did you mean {meant!r}?"
     raise ConfigError(
-        f"there is no device {name!r}.{nearest(kind, _KINDS)} "
+        f"there is no device {name!r}.{hint} "
         "Devices: auto, cpu, cuda, cuda:NUMBER, xpu, xpu:NUMBER, emulated, emulated:LINK such as "
         "emulated:4GiB/s"
     )

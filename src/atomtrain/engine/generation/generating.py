@@ -21,6 +21,7 @@ from atomtrain.engine.generation.predicting import (
 )
 from atomtrain.engine.generation.streaming import Streamed
 from atomtrain.errors import ConfigError, DataError, DeviceMemoryError, nearest
+from atomtrain.progress import Progress
 from atomtrain.settings import check_seed
 from atomtrain.units import format_bytes
 
@@ -212,24 +213,26 @@ def _continued(
     going = set(range(len(prompts)))
     started_s = time.monotonic()
     static_bytes = _in_use(device)
-    while going:
-        last = predict(ids, padding)
-        if streamed is not None and ids.shape[1] == length:
-            _keep(device, streamed, static_bytes, 1 + wish.max_new_tokens / length)
-        with device.on_host():
-            chosen = _chosen(last.cpu(), wish.temperature, generators)
-            del last
-            ids = torch.cat([ids, chosen[:, None]], 1)
-        for row in tuple(going):
-            token = int(chosen[row])
-            if token in wish.stop:
-                going.discard(row)
-                continue
-            tokens[row].append(token)
-            if len(tokens[row]) == wish.max_new_tokens:
-                going.discard(row)
-        if wish.max_s is not None and time.monotonic() - started_s > wish.max_s:
-            break
+    with Progress("generating", wish.max_new_tokens, "tokens") as progress:
+        while going:
+            last = predict(ids, padding)
+            if streamed is not None and ids.shape[1] == length:
+                _keep(device, streamed, static_bytes, 1 + wish.max_new_tokens / length)
+            with device.on_host():
+                chosen = _chosen(last.cpu(), wish.temperature, generators)
+                del last
+                ids = torch.cat([ids, chosen[:, None]], 1)
+            for row in tuple(going):
+                token = int(chosen[row])
+                if token in wish.stop:
+                    going.discard(row)
+                    continue
+                tokens[row].append(token)
+                if len(tokens[row]) == wish.max_new_tokens:
+                    going.discard(row)
+            progress.advance()
+            if wish.max_s is not None and time.monotonic() - started_s > wish.max_s:
+                break
     return tokens
 
 

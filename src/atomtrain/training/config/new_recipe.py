@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,7 +53,7 @@ def new_recipe(options: TrainOptions) -> Recipe:
         "learning_rate": usual.learning_rate,
         "evaluate_every": max(1, steps // 8),
         "checkpoint_every": max(1, steps // 4),
-        "warmup_steps": max(1, min(50, steps // 10)),
+        "warmup_steps": _warmup_steps(options.warmup_ratio, steps),
         "weight_decay": usual.weight_decay,
         **({"beta": _SIMPO_BETA} if options.objective == "simpo" else {}),
         **chosen(options, Recipe),
@@ -68,6 +69,10 @@ def new_recipe(options: TrainOptions) -> Recipe:
             "lora": None if options.lora is None else parse_lora(options.lora),
         }
     )
+
+
+def _warmup_steps(ratio: float | None, steps: int) -> int:
+    return max(1, min(50, steps // 10)) if ratio is None else math.ceil(ratio * steps)
 
 
 def _precision(options: TrainOptions) -> str:

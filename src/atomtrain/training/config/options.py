@@ -131,6 +131,9 @@ class TrainOptions:
     head_pieces: int | None = asked(Options, "head_pieces")
     learning_rate: float | None = asked(Recipe, "learning_rate")
     warmup_steps: int | None = asked(Recipe, "warmup_steps")
+    warmup_ratio: float | None = option(
+        None, "The same as a part of all steps, such as 0.03.", "PART", check=check_share
+    )
     weight_decay: float | None = asked(Recipe, "weight_decay")
     layer_lr_decay: float | None = asked(Recipe, "layer_lr_decay")
     optimizer: str | None = asked(Recipe, "optimizer")
@@ -277,6 +280,15 @@ class TrainOptions:
             raise ConfigError("--steps and --epochs contradict each other; give one of them")
         if self.epochs is not None and (self.resume or self.join):
             raise ConfigError("--epochs is for new runs; --resume and --join take --steps")
+        if self.warmup_ratio is not None:
+            if self.warmup_steps is not None:
+                raise ConfigError(
+                    "--warmup-ratio and --warmup-steps contradict each other; give one of them"
+                )
+            if self.resume or self.join:
+                raise ConfigError(
+                    "--warmup-ratio is for new runs; leave it out: the run has its own"
+                )
         if self.measured_rounds and self.local_steps is not None:
             raise ConfigError(
                 "--measured-rounds and --local-steps contradict each other; give one of them"

@@ -7,7 +7,6 @@ are refused, never passed over.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,17 +17,20 @@ BATCH = ("batch_size", "per_device_train_batch_size", "micro_batch_size")
 """Sequences of one forward call, as others call them."""
 ACCUMULATION = ("gradient_accumulation", "gradient_accumulation_steps")
 """Forward calls of one step."""
-_SCHEDULES = {
+SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
     "constant": "constant",
     "constant_with_warmup": "constant",
     "warmup_stable_decay": "wsd",
 }
-_OPTIMIZERS = {
+OPTIMIZERS = {
+    "adamw": "adamw",
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
     "adamw_hf": "adamw",
+    "adamw_apex_fused": "adamw",
+    "paged_adamw": "adamw",
     "paged_adamw_32bit": "adamw",
     "adamw_8bit": "adamw-int8",
     "adamw_bnb_8bit": "adamw-int8",
@@ -75,52 +77,130 @@ NAMES = {
     "model_name_or_path": Name("model", str),
     "base_model": Name("model", str),
     "sample_packing": Name("packing", bool),
-    "lr_scheduler": Name("schedule", str, _one_in(_SCHEDULES)),
-    "lr_scheduler_type": Name("schedule", str, _one_in(_SCHEDULES)),
-    "optim": Name("optimizer", str, _one_in(_OPTIMIZERS)),
+    "lr_scheduler": Name("schedule", str, _one_in(SCHEDULES)),
+    "lr_scheduler_type": Name("schedule", str, _one_in(SCHEDULES)),
+    "optim": Name("optimizer", str, _one_in(OPTIMIZERS)),
     "torch_compile": Name("compile", bool),
+    "full_determinism": Name("deterministic", bool),
 }
 _SWAPPED = "swapping takes its place; leave it out"
 _PLANNED = "the plan decides this; leave it out"
 _LORA = "give --lora, such as --lora r=8,alpha=16"
 _FROZEN = "give --lora with bits=8 or bits=4"
 _DATA = "give --data"
+_READ = "data are read ahead without it; leave it out"
 _EVALUATED = "give --evaluate-every N"
 _SAVED = "give --checkpoint-every N"
+_LAST_KEPT = "the last two checkpoints are kept; leave it out"
+_LOGGED = "every step is logged; leave it out"
+_METRICS = "give --metrics"
+_SEVERAL = "give --device cuda:0,cuda:1, or --peers N"
+_HUB = "see atom export --push"
+_MOMENTS = "AdamW has betas of 0.9 and 0.95 here; leave it out"
+_MISSING = "it has no counterpart; leave it out"
 ADVICE = {
     "attn_implementation": "attention is PyTorch's own; leave it out",
-    "dataset": _DATA,
-    "dataset_name": _DATA,
+    "auto_find_batch_size": _PLANNED,
+    "config": "name the recipe itself: atom train FILE",
+    "data_seed": "give --seed",
     "deepspeed": _SWAPPED,
-    "eval_strategy": _EVALUATED,
+    "evals_per_epoch": _EVALUATED,
     "finetuning_type": _LORA,
     "flash_attn": "attention is PyTorch's own; leave it out",
     "fsdp": _SWAPPED,
     "fsdp_config": _SWAPPED,
-    "gradient_checkpointing": _PLANNED,
-    "hub_model_id": "see atom export --push",
     "load_in_4bit": _FROZEN,
     "load_in_8bit": _FROZEN,
-    "logging_steps": "every step is logged; leave it out",
-    "lora_alpha": _LORA,
-    "lora_r": _LORA,
-    "lora_rank": _LORA,
-    "nproc_per_node": "give --device cuda:0,cuda:1, or --peers N",
-    "num_processes": "give --device cuda:0,cuda:1, or --peers N",
+    "local_rank": _SEVERAL,
+    "nproc_per_node": _SEVERAL,
+    "num_processes": _SEVERAL,
     "output_dir": "give --directory, and --run for the name of the run",
-    "push_to_hub": "see atom export --push",
-    "report_to": "give --metrics",
+    "parallelism_config": _SEVERAL,
+    "per_device_eval_batch_size": "it is that of training; leave it out",
+    "push_to_hub": _HUB,
     "resume_from_checkpoint": "give --run NAME --resume",
+    "run_name": "give --run",
+    "saves_per_epoch": _SAVED,
     "save_strategy": _SAVED,
-    "train_file": _DATA,
+    "tf32": "see --precision; leave it out",
     "trust_remote_code": "code of a model's folder is never run; leave it out",
+    "use_cpu": "give --device cpu",
     "use_peft": _LORA,
+    **dict.fromkeys(("lora_alpha", "lora_r", "lora_rank"), _LORA),
+    **dict.fromkeys(("dataset", "dataset_name", "train_file"), _DATA),
+    **dict.fromkeys(
+        (
+            *("activation_checkpointing", "activation_checkpointing_kwargs"),
+            *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
+            *("bf16_full_eval", "fp16_full_eval", "torch_empty_cache_steps"),
+        ),
+        _PLANNED,
+    ),
+    **dict.fromkeys(
+        (
+            *("dataloader_drop_last", "dataloader_in_order", "dataloader_multiprocessing_context"),
+            *("dataloader_num_workers", "dataloader_persistent_workers"),
+            *("dataloader_pin_memory", "dataloader_prefetch_factor", "preprocessing_num_workers"),
+        ),
+        _READ,
+    ),
+    **dict.fromkeys(
+        (
+            *("ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb"),
+            *("ddp_find_unused_parameters", "ddp_static_graph", "ddp_timeout"),
+        ),
+        _SEVERAL,
+    ),
+    **dict.fromkeys(("do_eval", "eval_delay", "eval_on_start", "eval_strategy"), _EVALUATED),
+    **dict.fromkeys(
+        ("save_only_model", "save_total_limit", "load_best_model_at_end", "metric_for_best_model"),
+        _LAST_KEPT,
+    ),
+    **dict.fromkeys(
+        (
+            *("hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision"),
+            *("hub_strategy", "hub_token"),
+        ),
+        _HUB,
+    ),
+    **dict.fromkeys(
+        (
+            *("disable_tqdm", "log_level", "log_level_replica", "log_on_each_node"),
+            *("logging_dir", "logging_first_step", "logging_nan_inf_filter", "logging_steps"),
+            "logging_strategy",
+        ),
+        _LOGGED,
+    ),
+    **dict.fromkeys(
+        (
+            *("project", "report_to", "trackio_bucket_id", "trackio_space_id"),
+            *("trackio_static_space_id", "use_tensorboard", "wandb_project"),
+        ),
+        _METRICS,
+    ),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), _MOMENTS),
+    **dict.fromkeys(("torch_compile_backend", "torch_compile_mode"), "give --compile on"),
+    **dict.fromkeys(
+        (
+            *("accelerator_config", "average_tokens_across_devices", "batch_eval_metrics"),
+            *("debug", "do_predict", "do_train", "enable_jit_checkpoint", "greater_is_better"),
+            *("eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object"),
+            *("group_by_length", "ignore_data_skip", "include_for_metrics"),
+            *("include_num_input_tokens_seen", "label_names", "label_smoothing_factor"),
+            *("length_column_name", "liger_kernel_config", "lr_scheduler_kwargs", "optim_args"),
+            *("optim_target_modules", "prediction_loss_only", "remove_unused_columns"),
+            *("restore_callback_states_from_checkpoint", "save_on_each_node"),
+            *("skip_memory_metrics", "train_sampling_strategy", "use_cache", "use_liger_kernel"),
+        ),
+        _MISSING,
+    ),
 }
 """What to do instead, by names of others' options that are not understood."""
 KINDS: dict[str, type] = {
     **{name: known.kind for name, known in NAMES.items()},
     **dict.fromkeys((*BATCH, *ACCUMULATION), int),
-    **{"warmup_ratio": float, "bf16": bool, "fp16": bool},
+    "bf16": bool,
+    "fp16": bool,
 }
 """All names that are understood, and the types of their values."""
 
@@ -163,6 +243,8 @@ def translated(
         values[ours], sources[ours] = value, name
 
     for name, value in said.items():
+        if name == "max_steps" and value == -1:  # as many as the epochs have
+            continue
         if name in NAMES:
             take(name, NAMES[name].ours, NAMES[name].convert(flag_of(name), value))
         elif name in ("bf16", "fp16") and value:
@@ -170,9 +252,6 @@ def translated(
     all_known = {**(below or {}), **known}
     for name, ours, value in _batches(said, all_known):
         take(name, ours, value)
-    if "warmup_ratio" in said:
-        steps = {**all_known, **values}.get("steps")
-        take("warmup_ratio", "warmup_steps", _warmup(said["warmup_ratio"], steps))
     return Translation(values, sources, _line(said, values))
 
 
@@ -208,17 +287,6 @@ def _one_of(names: tuple[str, ...], said: Mapping[str, Any]) -> str | None:
         both = " and ".join(f"{flag_of(name)} {said[name]}" for name in given)
         raise ConfigError(f"{both} contradict each other; give one of them")
     return given[0] if given else None
-
-
-def _warmup(part: float, steps: int | None) -> int:
-    if not 0 <= part <= 1:
-        raise ConfigError(f"--warmup-ratio must be 0 to 1, not {part}")
-    if steps is None:
-        raise ConfigError(
-            f"--warmup-ratio {part} is a part of the steps, which are not known before the data "
-            "are read; give --warmup-steps N, or --steps N too"
-        )
-    return math.ceil(part * steps)
 
 
 def _line(said: Mapping[str, Any], values: Mapping[str, Any]) -> str:

@@ -141,7 +141,7 @@ def entries_of(options: TrainOptions) -> list[str]:
 
 
 def _check_addresses(options: TrainOptions) -> None:
-    """Refuse addresses that name no run, and one whose IP address is none."""
+    """Refuse addresses that name no run, and what is not written as an address is."""
     entries = entries_of(options)
     named = options.run is not None or any(SEPARATOR in entry for entry in entries)
     if entries and not named and not any(entry.startswith(LAN) for entry in entries):
@@ -152,15 +152,20 @@ def _check_addresses(options: TrainOptions) -> None:
     for entry in entries:
         address = entry.rpartition(SEPARATOR)[2]
         found = _IP4.match(address)
-        if found is None:
-            continue
-        try:
-            ipaddress.IPv4Address(found[1])
-        except ValueError as error:
+        known = _is_ip4(found[1]) if found else address == LAN or address.startswith("/")
+        if not known:
             raise SwarmError(
                 f"{address!r} is not the address of a peer; paste the whole line that a peer "
                 "prints, such as /ip4/192.168.1.5/tcp/31337/p2p/12D3Koo..."
-            ) from error
+            )
+
+
+def _is_ip4(text: str) -> bool:
+    try:
+        ipaddress.IPv4Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 CHECKPOINTS = "checkpoints"

@@ -27,6 +27,13 @@ _GONE = "delay_updates"
 """An option of earlier versions, which recipes may still name."""
 _TEXT_MISTAKES = 5
 """A file with so many keys, and no option among them, is something else."""
+_INSTEAD = {
+    "steps": "epochs",
+    "epochs": "steps",
+    "warmup_steps": "warmup_ratio",
+    "warmup_ratio": "warmup_steps",
+}
+"""What a file says is not meant any more where the command line says the other."""
 
 
 class RecipeFile(NamedTuple):
@@ -125,7 +132,8 @@ def options_with(recipe: RecipeFile, given: Mapping[str, Any]) -> TrainOptions:
     Raises:
         RecipeFileError: values that cannot be, one line for each, with its place in the file.
     """
-    values = {**recipe.values, **given}
+    kept = {k: v for k, v in recipe.values.items() if _INSTEAD.get(k) not in given}
+    values = {**kept, **given}
     mistakes: list[str] = []
     while True:
         try:

@@ -16,6 +16,7 @@ from atomtrain.data.examples import IGNORED
 from atomtrain.data.sampler import Batch, joined
 from atomtrain.errors import ConfigError
 from atomtrain.models.hugging_face import HuggingFaceConfig
+from atomtrain.progress import each
 from atomtrain.training.config.recipe import PREFERENCES
 from atomtrain.training.setup.objective import MicroBatch, NextToken, OwnLoss, rows_heard
 from atomtrain.training.setup.objectives import (
@@ -30,6 +31,7 @@ from atomtrain.training.setup.texts import Learns, Text, has_pairs, read_text
 _log = logging.getLogger("atomtrain.training")
 _USUAL_CONTEXT = 1024
 _MOST_LOSS = 700.0
+_WHAT = "evaluating"
 
 
 class Evaluation(NamedTuple):
@@ -107,7 +109,8 @@ def evaluate(
     _warn_of(text)
     objective = NextToken() if isinstance(sizes, HuggingFaceConfig) else OwnLoss()
     total, targets, count = 0.0, 0, 0
-    for batch in text.material.held_out(context, 1, sequences):
+    batches = list(text.material.held_out(context, 1, sequences))
+    for batch in each(_WHAT, batches, "sequences"):
         loss, counted = _summed(trained.model, objective.inputs(batch), batch)
         total, targets, count = total + loss, targets + counted, count + len(batch.inputs)
     loss = total / max(1, targets)
@@ -131,7 +134,8 @@ def _classified(
     _warn_of(text)
     objective, losses, found = Classification(), [], []
     with torch.no_grad(), objective.listening() as heard:
-        for batch in text.material.held_out(context, 1, sequences):
+        batches = list(text.material.held_out(context, 1, sequences))
+        for batch in each(_WHAT, batches, "texts"):
             [micro_batch] = objective.micro_batches(batch, 1)
             losses.append(float(objective.loss(trained.model(batch.inputs), micro_batch)))
             found.append(micro_batch)
@@ -185,7 +189,7 @@ def _began_with(path: Path) -> Any:
 def _said(objective: PreferredAnswer, model: Any, batches: list[Batch]) -> torch.Tensor:
     """Return `[2 * batches]`: what the objective hears of each answer."""
     with torch.no_grad(), objective.listening() as heard:
-        for batch in batches:
+        for batch in each(_WHAT, batches, "pairs"):
             [micro_batch] = objective.micro_batches(batch, len(batch.inputs))
             objective.loss(model(batch.inputs), micro_batch)
     return rows_heard(heard)

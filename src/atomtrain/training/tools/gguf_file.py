@@ -215,7 +215,7 @@ def _prepared(
 def _check(target: Path, kind: str) -> None:
     """Refuse what needs no checkpoint to be known as wrong."""
     if kind not in GGUF_TYPES:
-        raise ConfigError(f"--gguf takes {choices(kind, GGUF_TYPES)}, not {kind!r}")
+        raise ConfigError(f"--gguf {kind!r} is not known; choose {choices(kind, GGUF_TYPES)}")
     if target.suffix != SUFFIX:
         raise ConfigError(f"--gguf writes one file; give it a name such as {target.name}{SUFFIX}")
     if target.exists():

@@ -19,6 +19,7 @@ from atomtrain.engine.api import swap
 from atomtrain.engine.devices.gpus import library_bytes
 from atomtrain.engine.options import Options
 from atomtrain.models import GPT, GPTConfig
+from atomtrain.progress import each
 from atomtrain.units import parse_bytes
 
 _STATE_BYTES = 16
@@ -87,7 +88,7 @@ def prove(steps: int, device: str = "auto", device_memory: str | int | None = No
         ),
     )  # fmt: skip
     with engine:  # ordinary training, too, is to find the kernels that it chooses
-        swapped_losses = [engine.step(step) for step in data]
+        swapped_losses = [engine.step(step) for step in each("training swapped", data, "steps")]
         engine.synchronize()
         last = engine.last
         assert last is not None, "there was a step"
@@ -148,7 +149,7 @@ def _resident(
     on_device = copy.deepcopy(model).to(device) if device.type != "cpu" else model
     optimizer = _optimizer(held)
     history = []
-    for micro_batches in data:
+    for micro_batches in each("training whole", data, "steps"):
         losses = []
         for one in micro_batches:
             loss = on_device(**{name: value.to(device) for name, value in one.items()}).loss

@@ -36,6 +36,7 @@ from atomtrain.training.setup.state import (
     shards_of,
 )
 from atomtrain.training.trainer.callbacks import Callback, Course, Progress, tell_start, tell_step
+from atomtrain.training.trainer.inline import Inline, in_notebook
 from atomtrain.training.trainer.trainer_arguments import (
     EPOCH,
     TrainerArguments,
@@ -133,6 +134,8 @@ class Trainer:
         self._check_size()
         if self.args.log_every is not None:
             self._callbacks += (Progress(self._steps_of(self.args.log_every)),)
+        if in_notebook():
+            self._callbacks += (Inline(),)
 
     @property
     def engine(self) -> Engine:

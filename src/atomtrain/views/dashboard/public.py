@@ -89,7 +89,10 @@ class PublicSource:
 
 
 class Leaders:
-    """Who contributed: the tokens of each peer that rounds accepted."""
+    """Who contributed: the tokens of each peer that rounds accepted.
+
+    Of what a peer says of itself only its name and state are told; nothing of it counts.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, Any]] = {}
@@ -101,7 +104,6 @@ class Leaders:
         for row in rows:
             told = self._of(row["peer_id"], row.get("name"))
             told["state"] = _word(row.get("state"))
-            told["tokens_per_s"] = number(row, "tokens_per_s")
 
     def count(self, event: Mapping[str, Any]) -> None:
         """Count a round once, whoever tells of it.
@@ -135,7 +137,7 @@ class Leaders:
     def _of(self, peer_id: Any, name: Any) -> dict[str, Any]:
         short = _name(str(peer_id)[-8:])
         new = {"peer": short, "accepted_tokens": None, "rounds": 0, "state": None}
-        row = self._rows.setdefault(str(peer_id), {**new, "name": short, "tokens_per_s": None})
+        row = self._rows.setdefault(str(peer_id), {**new, "name": short})
         if name:
             row["name"] = _name(name)
         return row

@@ -16,7 +16,7 @@ let pending = false;
 
 const charts = new Charts("public");
 const legend = new Legend(at("legend"), () => draw());
-form.setHead(at("leaders").tHead, ["rank", "name", "peer", "state", "accepted tokens", "rounds", "tokens/s"], [0, 4, 5, 6]);
+form.setHead(at("leaders").tHead, ["rank", "name", "peer", "state", "accepted tokens", "rounds"], [0, 4, 5]);
 
 function listen() {
   const stream = new EventSource("/stream");
@@ -85,12 +85,12 @@ function drawLeaders(several) {
   rows.sort((a, b) => (b.accepted_tokens ?? 0) - (a.accepted_tokens ?? 0) || b.rounds - a.rounds);
   at("leaders").parentElement.hidden = !rows.length;
   form.setText(at("leaders-note"), rows.length
-    ? "Accepted are the tokens that a contribution stood for in rounds that counted it, as far as this server saw them."
+    ? "Accepted are the tokens that a contribution stood for in rounds that counted it, as far as this server saw them. Names and states are the peers' own words."
     : "Nobody has contributed to a round yet, as far as is known here.");
   form.setRows(at("leaders").tBodies[0], rows.map((row, i) => [
     i + 1, several ? `${row.run}/${row.name}` : row.name, row.peer, row.state,
-    form.count(row.accepted_tokens), row.rounds, form.count(row.tokens_per_s),
-  ]), [0, 4, 5, 6]);
+    form.count(row.accepted_tokens), row.rounds,
+  ]), [0, 4, 5]);
 }
 
 function drawSamples(several) {
