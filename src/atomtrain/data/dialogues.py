@@ -40,7 +40,6 @@ _SPEAKERS = {
     "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant", "tool": "tool",
     "function_response": "tool", "observation": "tool",
 }  # fmt: skip
-KINDS = ("messages", "sharegpt", "alpaca", "completion", "text")
 PREFERENCE = "preference"
 _NAMES = {"text": ("text",), "image": ("path", "image", "url")}
 """Keys of what a content's item holds; an image's are those of transformers' chat templates."""

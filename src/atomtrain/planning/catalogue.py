@@ -180,8 +180,6 @@ def machine_for(
     host_memory_bytes: int,
     *,
     device_memory_bytes: int | None = None,
-    pcie: tuple[int, int] | None = None,
-    host_memory: str | None = None,
 ) -> Machine:
     """Return a machine that holds the GPU, from data sheets.
 
@@ -189,23 +187,16 @@ def machine_for(
         card: A GPU or its name.
         host_memory_bytes: Host memory for the model.
         device_memory_bytes: Budget; `None` is `DEVICE_MEMORY_SHARE` of the GPU's memory.
-        pcie: Generation and lanes; `None` is what the GPU can do.
-        host_memory: Name in `HOSTS`; `None` is what `host_for` says.
 
     Raises:
-        ConfigError: an unknown name, or a link that does not exist.
+        ConfigError: an unknown name.
         PlanError: a size that is not positive.
     """
     card = gpu(card) if isinstance(card, str) else card
-    there = host_for(card, host_memory_bytes) if host_memory is None else host(host_memory)
+    there = host_for(card, host_memory_bytes)
     host_bytes_per_s = HOST_MEMORY_SHARE * there.memory_bytes_per_s
-    # A card in a newer slot, or an older card in a newer one, runs at the slower of both.
-    generation, lanes = pcie or (card.pcie_generation, card.pcie_lanes)
-    link_bytes_per_s = min(
-        pcie_bytes_per_s(generation, lanes),
-        pcie_bytes_per_s(card.pcie_generation, card.pcie_lanes),
-        host_bytes_per_s,
-    )
+    generation, lanes = card.pcie_generation, card.pcie_lanes
+    link_bytes_per_s = min(pcie_bytes_per_s(generation, lanes), host_bytes_per_s)
     if device_memory_bytes is None:
         device_memory_bytes = int(DEVICE_MEMORY_SHARE * card.memory_bytes)
     return Machine(

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from atomtrain.swarm import Manifest, Swarm
-from atomtrain.swarm.transport import daemon_calls, libp2p
-from atomtrain.swarm.transport.buckets import NEW_BYTES, RECORDS, STREAMS, Allowance
-from atomtrain.swarm.transport.daemon_calls import DaemonCalls
+from atomtrain.swarm.transport import buckets, libp2p
+from atomtrain.swarm.transport.buckets import NEW_BYTES, RECORDS, STREAMS, Allowance, DaemonCalls
 from atomtrain.swarm.transport.direct import Offer
 from atomtrain.swarm.transport.transport import Channel, LinkLost
 from tests.integration.swarm.test_swarm_in_process import (
@@ -65,7 +64,7 @@ def test_a_daemon_answers_no_calls_beyond_the_limit(
 ) -> None:
     """Who asks too often gets an error at once, which says so."""
     allowed = {RECORDS: Allowance(3.0, 0.0), NEW_BYTES: Allowance(1e9, 1e9)}
-    monkeypatch.setattr(daemon_calls, "record_allowances", lambda _: allowed)
+    monkeypatch.setattr(buckets, "record_allowances", lambda _: allowed)
 
     async def scenario() -> list[bool]:
         from hivemind.proto import dht_pb2

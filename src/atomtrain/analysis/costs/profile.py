@@ -234,16 +234,7 @@ def _measure(
     device: torch.device,
     timed: Callable[[Callable[[], Any]], float],
 ) -> LayerTime:
-    tensors = {
-        name: parameter.detach().to(device).requires_grad_(parameter.requires_grad)
-        for name, parameter in layer.parameters.items()
-    }
-    for tensor in tensors.values():
-        if tensor.requires_grad:
-            # As in training, where all but a step's first micro-batch add to what is there.
-            tensor.grad = torch.zeros_like(tensor)
-    # Clones, because running statistics must not change.
-    tensors.update({name: b.detach().to(device).clone() for name, b in layer.buffers.items()})
+    tensors = tensors_of(layer, device)
 
     def forward() -> None:
         with torch.no_grad():
@@ -262,6 +253,21 @@ def _measure(
     # The first run of each kind chooses kernels and touches memory.
     both()
     return LayerTime(timed(forward), timed(both))
+
+
+def tensors_of(layer: Layer, device: torch.device) -> dict[str, Tensor]:
+    """Return a layer's parameters and buffers on a device, as training has them there."""
+    tensors = {
+        name: parameter.detach().to(device).requires_grad_(parameter.requires_grad)
+        for name, parameter in layer.parameters.items()
+    }
+    for tensor in tensors.values():
+        if tensor.requires_grad:
+            # As in training, where all but a step's first micro-batch add to what is there.
+            tensor.grad = torch.zeros_like(tensor)
+    # Clones, because running statistics must not change.
+    tensors.update({name: b.detach().to(device).clone() for name, b in layer.buffers.items()})
+    return tensors
 
 
 def _timed(

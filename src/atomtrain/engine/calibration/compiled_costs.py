@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from atomtrain.analysis.costs.costs import ChainCosts, LayerCost
-from atomtrain.analysis.costs.profile import example_values, measured_bytes
+from atomtrain.analysis.costs.profile import example_values, measured_bytes, tensors_of
 from atomtrain.analysis.costs.saved import SavedCost
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.engine.calibration.profiling import within_budget
@@ -91,18 +91,7 @@ def _drawing_alone(device: Device) -> Iterator[None]:
 def _measured(
     layer: CompiledLayer, cost: LayerCost, values: Sequence[Any], device: Device
 ) -> LayerCost:
-    tensors = {
-        name: parameter.detach().to(device.torch_device).requires_grad_(parameter.requires_grad)
-        for name, parameter in layer.parameters.items()
-    }
-    for tensor in tensors.values():
-        if tensor.requires_grad:
-            # As in training, where all but a step's first micro-batch add to what is there.
-            tensor.grad = torch.zeros_like(tensor)
-    # Clones, because running statistics must not change.
-    tensors.update(
-        {name: b.detach().to(device.torch_device).clone() for name, b in layer.buffers.items()}
-    )
+    tensors = tensors_of(layer, device.torch_device)
     for _ in range(2):  # the first time it is compiled
         run = _Run(layer, tensors, values, device)
     return run.cost(cost)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -63,30 +63,6 @@ class Like(NamedTuple):
 def like(tensor: Tensor, *, requires_grad: bool) -> Like:
     """Return what a tensor is like."""
     return Like(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, requires_grad)
-
-
-class Run(Protocol):
-    """One run of a program, which its functions call."""
-
-    def gradient(self) -> Tensor:
-        """Hand over the gradient of what was written."""
-        ...
-
-    def send(self, number: int, tensor: Tensor) -> None:
-        """Send a tensor's storage to the host."""
-        ...
-
-    def take(self, number: int) -> Tensor:
-        """Return the tensor whose storage was sent."""
-        ...
-
-    def done(self, number: int) -> None:
-        """Take note that nobody needs it any more."""
-        ...
-
-    def add(self, number: int, gradient: Tensor) -> None:
-        """Add to the gradient of what was given."""
-        ...
 
 
 class LayerProgram(NamedTuple):

@@ -25,13 +25,13 @@ from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.membership.lan import Found, Responder
 from atomtrain.swarm.membership.records import EXPIRY_S_MAX, JOINING, LEFT, TRAINING, PeerRecord
 from atomtrain.swarm.node.accusing import Accusations
-from atomtrain.swarm.node.bounds import Bounds
 from atomtrain.swarm.node.network_thread import Tasks
 from atomtrain.swarm.node.probe import send_pong, send_status
 from atomtrain.swarm.node.reachability import Reach, Relays, Reunion
 from atomtrain.swarm.node.round_loop import Rounds
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.addresses import dialled
+from atomtrain.swarm.transport.buckets import Bounds
 from atomtrain.swarm.transport.messages import (
     OPENING_BYTES_MAX,
     Accuse,

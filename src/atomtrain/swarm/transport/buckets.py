@@ -25,14 +25,30 @@ followed, proposals that are accepted, and streams through relays, which `calls`
 no pace of rounds that meets a limit. All that `allowances` gives is at least four times what the
 table says; 64 peers at one address ask 64 times as much, and 16 times four is allowed. Pings are
 asked for by people, three times in a row.
+
+hivemind answers calls of the hash table itself, and the daemon says of one only which peer it is
+of. Where that peer is connected from, the daemon is asked, at most once a second.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from atomtrain.errors import SwarmError
+from atomtrain.swarm.transport.messages import (
+    Accuse,
+    AskAnchor,
+    AskDial,
+    Message,
+    Ping,
+    RelayTo,
+    TakeCall,
+)
+from atomtrain.swarm.transport.transport import Channel, host_of
 
 _log = logging.getLogger("atomtrain.swarm")
 STREAMS, ANCHORS, PINGS = "streams", "anchors", "pings"
@@ -46,6 +62,19 @@ goes first. Who has it asks of a full one then: so does anybody with a new ident
 _TOLD_AGAIN_S = 60.0
 _TOLD_MOST = 64
 """Lines a minute: identities cost nothing."""
+_KINDS: dict[type[Message], str] = {
+    AskAnchor: ANCHORS, Ping: PINGS, AskDial: PROBES, Accuse: ACCUSATIONS, RelayTo: CALLS,
+    TakeCall: CALLS,
+}  # fmt: skip
+"""All others count as the streams that they come on."""
+REFUSAL = "it was asked for that too often; try again in a minute"
+_LOOK_S = 1.0
+_TOKEN_BYTES = 1 << 13
+"""A call costs a token, and one more for each 8 KiB: a whole table may come in one."""
+_NOWHERE = "no known address"
+Handler = Callable[[Any, Any], Awaitable[Any]]
+ListPeers = Callable[[], Awaitable[Iterable[tuple[str, tuple[str, ...]]]]]
+"""Returns the peers that are connected, and their addresses."""
 
 
 class Allowance(NamedTuple):
@@ -161,3 +190,72 @@ class Buckets:
         _log.warning(
             "%s of %s are more than any peer needs: refused for now", kind.capitalize(), place
         )
+
+
+class Bounds:
+    """Which request counts as what, and whether it is answered; on its peer's event loop."""
+
+    def __init__(self, peer_id: str, fragments: int, clock: Callable[[], float]) -> None:
+        """Of peer `peer_id`, which may ask itself whatever it likes; `clock` is in seconds."""
+        self._peer_id = peer_id
+        self._buckets = Buckets(allowances(fragments), clock)
+
+    def admits_stream(self, channel: Channel) -> bool:
+        """Say whether a stream is to be served that another peer has opened."""
+        return self._take(STREAMS, channel)
+
+    def refusal(self, channel: Channel, message: Message) -> str:
+        """Return why what a stream begins with is not answered, or an empty string."""
+        kind = _KINDS.get(type(message))
+        return "" if kind is None or self._take(kind, channel) else REFUSAL
+
+    def called_for(self, channel: Channel) -> None:
+        """Hear that a stream was wanted here: it does not count."""
+        if channel.remote != self._peer_id:
+            self._buckets.give_back(STREAMS, channel.remote, channel.host)
+
+    def _take(self, kind: str, channel: Channel) -> bool:
+        return channel.remote == self._peer_id or self._buckets.take(
+            kind, channel.remote, channel.host
+        )
+
+
+class DaemonCalls:
+    """Counts calls of the hash table; belongs to an event loop."""
+
+    def __init__(
+        self, expiry_s: float, list_peers: ListPeers, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Records live `expiry_s`; `clock` returns seconds that only grow."""
+        self._buckets = Buckets(record_allowances(expiry_s), clock)
+        self._list_peers, self._clock = list_peers, clock
+        self._hosts: dict[str, str] = {}
+        """By peer that is connected."""
+        self._looked_s = -_LOOK_S
+
+    def bounded(self, handler: Handler) -> Handler:
+        """Return a handler of a call that fails, before it does anything, where there are too many.
+
+        Its caller gets an error for an answer.
+        """
+
+        async def answer(request: Any, context: Any) -> Any:
+            peer_id = str(context.remote_id)
+            host = await self._host(peer_id)
+            cost = 1.0 + request.ByteSize() / _TOKEN_BYTES
+            if not self._buckets.take(RECORDS, peer_id, host, cost):
+                raise SwarmError("too many calls; try again later")
+            return await handler(request, context)
+
+        return answer
+
+    async def _host(self, peer_id: str) -> str:
+        now_s = self._clock()
+        if peer_id not in self._hosts and now_s >= self._looked_s + _LOOK_S:
+            self._looked_s = now_s
+            connected = await self._list_peers()
+            self._hosts = {
+                peer: next(filter(None, map(host_of, places)), _NOWHERE)
+                for peer, places in connected
+            }
+        return self._hosts.get(peer_id, _NOWHERE)

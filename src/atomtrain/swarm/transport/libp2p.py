@@ -21,9 +21,8 @@ from typing import Any
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.transport.addresses import place_of
-from atomtrain.swarm.transport.buckets import STREAMS, Buckets, allowances
+from atomtrain.swarm.transport.buckets import STREAMS, Buckets, DaemonCalls, allowances
 from atomtrain.swarm.transport.daemon import Daemon, DaemonConfig
-from atomtrain.swarm.transport.daemon_calls import DaemonCalls
 from atomtrain.swarm.transport.direct import OFFER_BYTES, Direct
 from atomtrain.swarm.transport.endpoint import Endpoint
 from atomtrain.swarm.transport.identity import Identity, verify

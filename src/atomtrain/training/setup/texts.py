@@ -253,7 +253,7 @@ class _Reader:
             whole = corpora[0]
             if len(corpora) > 1:
                 documents = tuple(d for corpus in corpora for d in corpus.documents)
-                whole = Corpus(name="all sources", documents=documents, licence="")
+                whole = Corpus(name="all sources", documents=documents)
             self.tokenizer = cached_tokenizer(whole, self._sizes.vocabulary, default_cache())
         found = [self._tokens(corpus, hold_out) for corpus in corpora]
         return found + ([] if validation is None else [self._tokens(read(validation), "all")])

@@ -8,11 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from atomtrain.swarm.node import bounds
-from atomtrain.swarm.node.bounds import REFUSAL
 from atomtrain.swarm.rounds.context import opening_to
 from atomtrain.swarm.transport import buckets
-from atomtrain.swarm.transport.buckets import Allowance, allowances
+from atomtrain.swarm.transport.buckets import REFUSAL, Allowance, allowances
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import (
     Accuse,
@@ -126,7 +124,7 @@ def test_streams_beyond_the_limit_are_closed_unread() -> None:
 
 def test_streams_through_a_relay_are_counted_for_themselves() -> None:
     async def scenario() -> None:
-        watched = bounds.Bounds("relay", 1, lambda: 0.0)
+        watched = buckets.Bounds("relay", 1, lambda: 0.0)
         caller = channel_pair("caller", "relay", 5.0)[1]
         caller.host = HOST
         passed = 0
@@ -162,7 +160,7 @@ def test_streams_through_a_relay_count_no_more_if_one_end_breaks_off(
 
 def test_what_a_peer_asks_itself_has_no_limit() -> None:
     async def scenario() -> None:
-        watched = bounds.Bounds("me", 1, lambda: 0.0)
+        watched = buckets.Bounds("me", 1, lambda: 0.0)
         own = channel_pair("me", "me", 5.0)[1]
         assert all(watched.admits_stream(own) for _ in range(10_000))
         assert not any(watched.refusal(own, Ping(bytes_count=10)) for _ in range(10_000))
@@ -190,7 +188,7 @@ def test_no_honest_swarm_meets_a_limit(
 
     A quarter of what is allowed is enough for them.
     """
-    monkeypatch.setattr(bounds, "allowances", _a_quarter)
+    monkeypatch.setattr(buckets, "allowances", _a_quarter)
 
     async def scenario() -> int:
         simulation = Simulation(ELEMENTS, seed=2, delay_s=0.001, **rules)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.transport.buckets import HOST_TIMES, RECORDS, record_allowances
-from atomtrain.swarm.transport.daemon_calls import DaemonCalls
+from atomtrain.swarm.transport.buckets import HOST_TIMES, RECORDS, DaemonCalls, record_allowances
 
 EXPIRY_S = 30.0
 BURST, PER_S = record_allowances(EXPIRY_S)[RECORDS]
