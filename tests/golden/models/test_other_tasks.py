@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -241,16 +242,42 @@ def test_masks_that_numpy_draws_are_refused(ran_before: bool) -> None:
 
 
 class _Noisy(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, draw: Callable[[], float]) -> None:
         super().__init__()
-        self.inner = nn.Linear(3, 3)
+        self.inner, self.draw = nn.Linear(3, 3), draw
 
     def forward(self, rows: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.inner(rows).sum() * random.random()}
+        return {"loss": self.inner(rows).sum() * self.draw()}
 
 
-def test_random_numbers_of_python_are_refused() -> None:
+def _of_another_thread() -> float:
+    with ThreadPoolExecutor() as pool:
+        return pool.submit(random.random).result()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: random.uniform(1, 2), lambda: random.choice([1.0, 2.0])],
+    ids=["uniform", "choice"],
+)
+def test_random_numbers_of_python_are_refused(draw: Callable[[], float]) -> None:
     state = random.getstate()
     with pytest.raises(AnalysisError, match="draws random numbers of Python, which would be"):
-        chain_of(_Noisy(), {"rows": torch.randn(2, 3)})
+        chain_of(_Noisy(draw), {"rows": torch.randn(2, 3)})
     assert random.getstate() == state
+
+
+def test_others_may_draw_meanwhile() -> None:
+    """A peer's network draws whom it asks, on a thread of its own."""
+    random.seed(1)
+    expected = [random.random() for _ in range(2)]
+    random.seed(1)
+    drawn: list[float] = []
+
+    def draw() -> float:
+        drawn.append(_of_another_thread())
+        return 1.0
+
+    chain_of(_Noisy(draw), {"rows": torch.randn(2, 3)})
+    assert drawn[:2] == expected[: len(drawn)]
+    assert drawn

@@ -10,9 +10,10 @@ import gc
 import io
 import logging
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -61,21 +62,21 @@ def ways_to_trace(device: torch.device) -> list[Way]:
 def only_torch_draws() -> Iterator[None]:
     """Refuse forward to draw random numbers of Python or NumPy: all steps would have the same.
 
-    Their generators are left as they were.
+    Their generators are left as they were. Other threads may draw Python's meanwhile.
 
     Raises:
         AnalysisError: it draws some.
     """
-    python, arrays = random.getstate(), np.random.get_state(legacy=False)
+    arrays = np.random.get_state(legacy=False)
     drawn = []
     try:
-        yield
-        if random.getstate() != python:
+        with _python_noted() as python:
+            yield
+        if python:
             drawn.append("Python")
         if _words(np.random.get_state(legacy=False)) != _words(arrays):
             drawn.append("NumPy")
     finally:
-        random.setstate(python)
         np.random.set_state(arrays)
     if drawn:
         raise AnalysisError(
@@ -83,6 +84,31 @@ def only_torch_draws() -> Iterator[None]:
             "every step; turn off what draws them (such as apply_spec_augment), draw them with "
             f"torch, {MANUAL}"
         )
+
+
+@contextmanager
+def _python_noted() -> Iterator[list[str]]:
+    """Yield a list of what this thread draws from Python's generator, from one of its own."""
+    shared, me = cast(random.Random, random.random.__self__), threading.get_ident()  # type: ignore[attr-defined]
+    own, drawn = random.Random(0), list[str]()
+
+    def noted(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any) -> Any:
+            if threading.get_ident() != me:
+                return usual(*args)
+            drawn.append(name)
+            return getattr(own, name)(*args)
+
+        return draw
+
+    with ExitStack() as stack:
+        for name in ("random", "getrandbits"):  # all other methods call these
+            usual = getattr(random, name)
+            stack.callback(setattr, random, name, usual)
+            stack.callback(delattr, shared, name)
+            for holder in (random, shared):
+                setattr(holder, name, noted(name, usual))
+        yield drawn
 
 
 def _words(state: Any) -> tuple[Any, ...]:
