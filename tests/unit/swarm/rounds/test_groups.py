@@ -197,10 +197,7 @@ def test_drift_stays_bounded_and_ends_when_one_group_has_all(mean: str) -> None:
         await asyncio.sleep(20)
         assert simulation.peers["peer0"].reports[-1].outcome == "averaged"
         assert len(simulation.peers["peer0"].reports[-1].contributors) == 4
-        for peer in simulation.peers.values():
-            peer.training = False
-        await asyncio.sleep(20)
-        assert simulation.agree(), "one group has one anchor"
+        assert await simulation.settle(20), "one group has one anchor"
         stores = [peer.service.context.mailbox.store for peer in simulation.peers.values()]
         assert not any(store.grouped(0) for store in stores)
         velocities = [store.velocity(0) for store in stores]

@@ -155,13 +155,7 @@ def test_vandals_hold_nobody_up(
         await all_go_on(simulation)
         for peer in simulation.peers.values():
             assert peer.service.context.agenda.next_round < 2**49
-        for peer in simulation.peers.values():
-            peer.training = False
-        for _ in range(60):
-            await asyncio.sleep(1)
-            if simulation.agree():
-                break
-        assert simulation.agree()
+        assert await simulation.settle(60)
         simulation.check_means()
 
     run_virtual(scenario)
