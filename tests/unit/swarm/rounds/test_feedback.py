@@ -112,10 +112,7 @@ def test_low_bit_rounds_agree_and_lose_nothing(wire: str) -> None:
         await asyncio.sleep(60)
         averaged = [r for r in simulation.peers["a"].reports if len(r.contributors) == 3]
         assert {report.outcome for report in averaged} == {"averaged"}
-        for peer in simulation.peers.values():
-            peer.training = False
-        await asyncio.sleep(20)
-        assert simulation.agree()
+        assert await simulation.settle(20)
         assert simulation.check_means() > 30
         for peer in simulation.peers.values():
             assert peer.service.context.mailbox.store.residual(0) is not None

@@ -171,10 +171,7 @@ def test_all_members_are_equal_after_each_step_whoever_dies(
         await asyncio.sleep(10)
         await add("d", 0.3)
         await asyncio.sleep(40)
-        for peer in simulation.peers.values():
-            peer.training = False
-        await asyncio.sleep(30)
-        assert simulation.agree()
+        assert await simulation.settle(30)
         made: dict[int, set[str]] = simulation.made  # type: ignore[attr-defined]
         assert max(made) > 20
         assert sum(len(digests) > 1 for digests in made.values()) <= 1, "but for the splitting hour"

@@ -23,6 +23,7 @@ from atomtrain.swarm.rounds.bases import Bases
 from atomtrain.swarm.rounds.exchange import Exchange
 from atomtrain.swarm.rounds.exchange_setup import ExchangeSetup
 from atomtrain.swarm.transport.messages import Begin
+from tests.support.going_on import all_go_on
 from tests.support.swarm_configs import swarm_config
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
 from tests.unit.swarm.rounds.test_vandals import Vandal
@@ -196,10 +197,7 @@ def test_drift_stays_bounded_and_ends_when_one_group_has_all(mean: str) -> None:
         await asyncio.sleep(20)
         assert simulation.peers["peer0"].reports[-1].outcome == "averaged"
         assert len(simulation.peers["peer0"].reports[-1].contributors) == 4
-        for peer in simulation.peers.values():
-            peer.training = False
-        await asyncio.sleep(20)
-        assert simulation.agree(), "one group has one anchor"
+        assert await simulation.settle(20), "one group has one anchor"
         stores = [peer.service.context.mailbox.store for peer in simulation.peers.values()]
         assert not any(store.grouped(0) for store in stores)
         velocities = [store.velocity(0) for store in stores]
@@ -314,10 +312,7 @@ def test_groups_under_random_schedules(
             name = f"peer{victim}"
             if name in simulation.peers and len(simulation.peers) > 2:
                 await simulation.kill(name)
-        before = {name: sum(peer.versions()) for name, peer in simulation.peers.items()}
-        await asyncio.sleep(40)
-        for name, peer in simulation.peers.items():
-            assert sum(peer.versions()) > before[name], "survivors must go on"
+        await all_go_on(simulation)
         simulation.check_means()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -345,10 +340,7 @@ def test_vandals_among_groups(seed: int, record: bool) -> None:
         simulation = Simulation((30, 17), seed, 0.1, group_size=3)
         await start(simulation, 6)
         await Vandal(simulation, record).rage(25.0)
-        before = {name: sum(peer.versions()) for name, peer in simulation.peers.items()}
-        await asyncio.sleep(40)
-        for name, peer in simulation.peers.items():
-            assert sum(peer.versions()) > before[name], "they go on"
+        await all_go_on(simulation)
         simulation.check_means()
 
     run_virtual(scenario)

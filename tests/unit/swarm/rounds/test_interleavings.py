@@ -22,13 +22,12 @@ from hypothesis import strategies as st
 
 from atomtrain.swarm.codecs import slices
 from atomtrain.swarm.rounds.owning import OwnedSlice
+from tests.support.going_on import all_go_on
 from tests.support.swarm_virtual import Simulation, VirtualLoop, run_virtual
 
 pytestmark = pytest.mark.slow
 
 PEERS_MAX = 5
-GO_ON_S = 90
-"""In which every fragment must be averaged again, twice, whatever has happened."""
 AGREE_S = 120
 _EXAMPLES = "ATOM_SWARM_EXAMPLES"
 _DONE: Counter[str] = Counter()
@@ -111,26 +110,6 @@ class _Schedule:
         self._is_cut = False
 
 
-async def _all_go_on(simulation: Simulation) -> None:
-    """Wait until each peer has had two more versions of each fragment.
-
-    Two halves that meet again take the anchors that more tokens went into, whose versions may be
-    lower: these are then what there have to be two more of.
-    """
-    before = {name: peer.versions() for name, peer in simulation.peers.items()}
-    for _ in range(GO_ON_S):
-        await asyncio.sleep(1)
-        behind = {}
-        for name, peer in simulation.peers.items():
-            now = peer.versions()
-            before[name] = [min(pair) for pair in zip(before[name], now, strict=True)]
-            if any(new < old + 2 for new, old in zip(now, before[name], strict=True)):
-                behind[name] = (before[name], now)
-        if not behind:
-            return
-    raise AssertionError(f"survivors must go on: {behind}")
-
-
 async def _run(
     simulation: Simulation,
     steps_s: list[float],
@@ -147,7 +126,7 @@ async def _run(
         await simulation.kill(name)
     if not simulation.peers:
         return
-    await _all_go_on(simulation)
+    await all_go_on(simulation)
     assert await simulation.settle(AGREE_S), "survivors must agree"
     _DONE["means checked"] += simulation.check_means()
     _DONE["schedules"] += 1

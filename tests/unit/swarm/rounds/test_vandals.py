@@ -28,6 +28,7 @@ from atomtrain.swarm.transport.messages import (
     Ready,
 )
 from atomtrain.swarm.transport.transport import Channel, LinkLost
+from tests.support.going_on import all_go_on
 from tests.support.memory_network import MemoryDirectory, MemoryTransport
 from tests.support.swarm_virtual import Simulation, run_virtual
 
@@ -151,18 +152,10 @@ def test_vandals_hold_nobody_up(
             await asyncio.sleep(death_s)
             await simulation.kill("peer1")
         await raging
-        before = {name: sum(peer.versions()) for name, peer in simulation.peers.items()}
-        await asyncio.sleep(40)
-        for name, peer in simulation.peers.items():
-            assert sum(peer.versions()) > before[name], "they go on"
-            assert peer.service.context.agenda.next_round < 2**49
+        await all_go_on(simulation)
         for peer in simulation.peers.values():
-            peer.training = False
-        for _ in range(60):
-            await asyncio.sleep(1)
-            if simulation.agree():
-                break
-        assert simulation.agree()
+            assert peer.service.context.agenda.next_round < 2**49
+        assert await simulation.settle(60)
         simulation.check_means()
 
     run_virtual(scenario)
