@@ -124,6 +124,7 @@ def summary(rows: Sequence[Result]) -> Result:
         "evaluation_equal": sum(row.get("evaluation") == "equal" for row in rows),
         "packing_accepted": sum(row.get("packing") == "accepted" for row in rows),
         "packing_refused": sum(row.get("packing") == "refused" for row in rows),
+        "packing_leaks": sum(row.get("packing") == "leaks" for row in rows),
         "wrong": [row["family"] for row in rows if is_wrong(row)],
     }
 

@@ -266,6 +266,7 @@ def _made(
             f"{PREPROCESSOR_FILE} as the model was published with"
         ) from error
     _check_sizes(found.image_processor)
+    _check_joined(found)
     return found
 
 
@@ -315,7 +316,9 @@ def _check_sizes(images: Any) -> None:
     longest = size.get("longest_edge") or 0
     tile = (getattr(images, "max_image_size", None) or {}).get("longest_edge")
     copies, patch, merged = (
-        max(found.values(), default=1) if isinstance(found, Mapping) else found
+        max((side or 1 for side in found.values()), default=1)
+        if isinstance(found, Mapping)
+        else found
         for found in (
             getattr(images, name, None) or 1
             for name in ("temporal_patch_size", "patch_size", "merge_size")
@@ -338,6 +341,18 @@ def _check_sizes(images: Any) -> None:
         raise ConfigError(
             f"the model's processor cuts images (do_pan_and_scan), which is not done here; set it "
             f"to false in {PREPROCESSOR_FILE}"
+        )
+
+
+def _check_joined(made: Any) -> None:
+    """Refuse to make pictures larger, to a multiple of patches that are joined later (Pixtral)."""
+    patch, joined = (
+        getattr(made, name, None) or 1 for name in ("patch_size", "spatial_merge_size")
+    )
+    if not isinstance(patch, int) or (patch * joined) ** 2 > 2 * MOST_RESIZED_PIXELS:
+        raise ConfigError(
+            f"the model's processor joins {joined} x {joined} patches of {patch}, which is too "
+            f"much; correct patch_size and spatial_merge_size in {PROCESSOR_FILE}"
         )
 
 

@@ -31,6 +31,7 @@ _FORMS: dict[str, Any] = {
     "merge_size": int,
     "min_patches": int,
     "patch_size": int | dict,  # of height and width
+    "spatial_merge_size": int,
     "temporal_patch_size": int,
 }
 """Settings that must be of these types, or null."""

@@ -37,6 +37,7 @@ def test_a_summary_counts_what_can_be_built_and_names_what_is_wrong() -> None:
     assert found["bit_equal_share"] == 4 / 7
     assert found["wrong"] == ["d", "e", "f", "g"]
     assert (found["packing_accepted"], found["packing_refused"]) == (2, 2)
+    assert found["packing_leaks"] == 1
     assert families.summary([])["bit_equal_share"] == 0.0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from atomtrain.errors import ConfigError
@@ -25,3 +27,15 @@ def test_other_kinds_are_refused_with_the_reason(kind: str, why: str) -> None:
         build(sizes)
     assert why in str(told.value)
     assert all(known in str(told.value) for known in KINDS)
+
+
+def test_weights_are_not_divided_for_evaluation() -> None:
+    """RWKV does so, and gives them back in training: a layer's weights are never changed."""
+    config = {
+        "model_type": "rwkv", "vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 7,
+        "attention_hidden_size": 8, "intermediate_size": 8,
+    }  # fmt: skip
+    sizes = HuggingFaceConfig(config=config, vocabulary=9, context=8, width=8)
+    model: Any = build(sizes)
+    assert model.config.rescale_every == 0
+    assert "rescale_every" not in sizes.config

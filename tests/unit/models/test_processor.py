@@ -21,7 +21,15 @@ from tests.support.vision_folders import FAMILIES, write_vision
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("families")
-    for name in ("qwen2_5_vl", "idefics3", "gemma3", "smolvlm", "internvl", "llava_next"):
+    for name in (
+        "qwen2_5_vl",
+        "idefics3",
+        "gemma3",
+        "smolvlm",
+        "internvl",
+        "llava_next",
+        "mistral3",
+    ):
         write_vision(made / name, name)
     return made
 
@@ -74,6 +82,7 @@ def test_patches_are_as_many_as_a_picture_has_room_for(folders: Path) -> None:
         ("llava_next", {"image_grid_pinpoints": [[4096, 4096]]}, "up to 65536 tiles of 16 x 16"),
         ("llava_next", {"image_grid_pinpoints": [[16, 8192]]}, "says image_grid_pinpoints"),
         ("llava_next", {"image_grid_pinpoints": [[[16]]]}, "says image_grid_pinpoints"),
+        ("mistral3", {"patch_size": {"height": {}}}, "says patch_size"),
     ],
 )
 def test_settings_that_make_pictures_huge_are_refused(
@@ -81,6 +90,26 @@ def test_settings_that_make_pictures_huge_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         processor_of(folders / name, **settings)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("spatial_merge_size", 4096), ("patch_size", {"height": 4}), ("patch_size", 4096)],
+)
+def test_patches_that_are_joined_to_huge_ones_are_refused(
+    folders: Path, key: str, value: Any
+) -> None:
+    sizes = read_config(folders / "mistral3")
+    said = {"patch_size": 4096, "spatial_merge_size": 4, key: value}
+    if key == "spatial_merge_size":
+        said["patch_size"] = 4
+    files = {**sizes.files, "processor_config.json": json.dumps(said)}
+    changed = HuggingFaceConfig(
+        config=sizes.config, vocabulary=sizes.vocabulary, context=sizes.context,
+        width=sizes.width, files=files,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"joins \d+ x \d+ patches of .*, which is too much"):
+        Processor(changed, read_tokenizer(folders / "mistral3").to_json())
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3", "gemma3"])
@@ -93,7 +122,7 @@ def test_more_patches_than_a_row_can_have_are_not_made(
         processor.images([Image.new("RGB", (16, 30))])
 
 
-@pytest.mark.parametrize("name", ["idefics3", "gemma3"])
+@pytest.mark.parametrize("name", ["idefics3", "gemma3", "mistral3"])
 def test_a_strip_is_refused(folders: Path, name: str) -> None:
     with pytest.raises(DataError, match="65537 x 1 pixels has a side of more than 65536"):
         processor_of(folders / name).images([Image.new("1", (65537, 1))])
