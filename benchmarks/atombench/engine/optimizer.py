@@ -20,7 +20,8 @@ What counts as fair here:
   `share_of_products` that over one plain product of a matrix with its transpose in the same round.
 - *Clipped*: names that end so read each gradient times a coefficient below 1, rounded to its own
   type. `clipped_over_unclipped` is the time of such an update over the same one without; the norm
-  is not in it.
+  is not in it. Where memory is the bound it is 1. With split masters arithmetic is: the rounding's
+  four instructions stand beside 43 (bfloat16 moments) or 75 (int8) for 16 elements (AVX-512).
 - *Out of cache*: all tensors together are much larger than the processor's caches.
 """
 

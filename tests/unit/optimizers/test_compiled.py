@@ -338,9 +338,7 @@ def misaligned(count: int, dtype: torch.dtype) -> Tensor:
 
 def test_misaligned_memory_is_refused() -> None:
     owned = nn.Parameter(torch.zeros(300))
-    with pytest.raises(
-        ConfigError, match=r"a gradient of shape \[300\] does not begin"
-    ):
+    with pytest.raises(ConfigError, match=r"a gradient of shape \[300\] does not begin"):
         check_gradient(owned, misaligned(300, torch.float32))
     with pytest.raises(ConfigError, match=r"a parameter of shape \[300\] does not begin"):
         check_gradient(nn.Parameter(misaligned(300, torch.float32)), torch.zeros(300))

@@ -12,9 +12,9 @@
 #include "bits.h"
 
 /* Elements that PyTorch's float32 loops take at once. The last elements of a parameter that are
-   fewer go through a plain loop there, which its compiler fused in another way; not on Arm, where
-   AdamW's vectors are as that loop. With AVX-512 it is not 16: its compiler made vectors of 8 of the
-   plain loop that follows those of 16. */
+   fewer go through a plain loop there, which its compiler fused in another way; not on Arm (NEON),
+   where AdamW's vectors are as that loop. With AVX-512 it is not 16: its compiler made vectors of 8
+   of the plain loop that follows those of 16. */
 #if defined(__aarch64__)
 enum { VECTOR = 4, ALIKE = 1 };
 #else
