@@ -264,6 +264,8 @@ class _Bench:
             remakes: ChainPrograms(chain, costs, remakes=remakes, again=self._timer.of)
             for remakes in windows
         }
+        for programs in self._programs.values():
+            programs.begin()
         self._values = dict(zip(layer.reads, values, strict=True))
         pool = HostPool(device)
         self._offloads = {remakes: Offload(device, pool, n) for remakes, n in windows.items()}
@@ -291,7 +293,7 @@ class _Bench:
 
     def sample(self) -> _Sample:
         """Run the layer in all ways, one after the other."""
-        with self._device.computing():
+        with self._device.computing(), torch.no_grad():
             return _Sample(
                 self._plain_s(), self._offloaded(remakes=True), self._offloaded(remakes=False)
             )
@@ -357,6 +359,8 @@ class _Bench:
         timer = self._timer
 
         def run(values: Mapping[str, Any]) -> dict[str, Any]:
+            if isinstance(graph, SegmentRun):
+                return self._run(values, lambda _, given: graph.layer(given))
             return self._run(values, functools.partial(graph.layer, 0, self._layer))
 
         taken = {n: v.detach() if isinstance(v, Tensor) else v for n, v in self._values.items()}
