@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from atomtrain.analysis.costs.costs import layer_costs
 from atomtrain.engine.devices.streams import Record
@@ -320,7 +321,8 @@ def _release(
     shared: SharedByDevices | None,
     undo: contextlib.ExitStack,
 ) -> None:
-    with undo:
+    # Python may free a forgotten engine in the midst of anything, such as tracing another model.
+    with undo, _disable_current_modes():
         _release_all(updates, members, shared)
 
 

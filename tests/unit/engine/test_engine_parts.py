@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atomtrain.analysis.layers.trace import chain_of
 from atomtrain.engine.devices.processor import EmulatedDevice
@@ -61,6 +62,16 @@ def test_an_engine_that_fails_to_close_is_closed_all_the_same() -> None:
     engine.close()
     engine.device.reset_peak()
     assert engine.device.peak_bytes() == 0
+
+
+def test_an_engine_may_be_forgotten_while_another_model_is_traced() -> None:
+    """What a finalizer raises ends a test."""
+    engine = swap(mlp(), X, loss=square)
+    released = engine._core._release
+    with FakeTensorMode():
+        del engine
+        gc.collect()
+    assert not released.alive
 
 
 def test_each_segment_is_told() -> None:

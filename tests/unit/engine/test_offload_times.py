@@ -18,6 +18,7 @@ from atomtrain.engine.calibration.offload_times import with_offloading
 from atomtrain.engine.calibration.profiling import measured_times
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.execution.offload import Parcel
+from atomtrain.engine.execution.program_runs import OffloadedRun
 from atomtrain.engine.execution.saved_script import Performance
 from atomtrain.engine.planner import times_of_all
 from tests.unit.analysis.test_profile import parts, small_gpt
@@ -80,6 +81,44 @@ def test_what_takes_longer_on_the_way_counts(monkeypatch: pytest.MonkeyPatch) ->
     assert found.send_backward_s is not None
     assert found.send_forward_s > spent_s * block.all_sent.sent > spent_s * block.saved.sent
     assert found.send_backward_s < slept_s * block.all_sent.sent
+
+
+class Exported(nn.Module):
+    """Has code of its own between its blocks, so its layers are runs of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)) for _ in range(4)
+        )
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        value = self.first(value)
+        for block in self.blocks:
+            value = value + block(value)
+        return value
+
+
+def test_layers_that_run_by_programs_are_timed_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    send, spent_s, made_again = OffloadedRun.send, 2e-3, list[str]()
+
+    def slow_send(*arguments: Any) -> None:
+        busy_for(spent_s)
+        send(*arguments)
+
+    def noted(timer: Any, operation: Callable[..., Any]) -> Callable[..., Any]:
+        made_again.append(operation.__name__)
+        return operation
+
+    monkeypatch.setattr(offload_times, "_MOST_S", 0.0)
+    monkeypatch.setattr(offload_times._Timer, "of", noted)
+    monkeypatch.setattr(OffloadedRun, "send", slow_send)
+    chain, costs, inputs = parts(Exported(), torch.ones(3, 16), torch.sum)
+    found = with_offloading({cost.kind: FAST for cost in costs.layers}, chain, costs, inputs)
+    sent_s = [times.offload_forward_s or 0.0 for times in found.values()]
+    assert max(sent_s) > spent_s
+    assert "gelu" in made_again
 
 
 def test_a_slow_run_of_the_layer_does_not_count_for_one_way(

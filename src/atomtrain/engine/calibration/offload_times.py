@@ -38,6 +38,7 @@ from atomtrain.engine.execution.program_runs import (
     ChainPrograms,
     Known,
     Lesson,
+    OffloadedRun,
     ProgramRun,
     SegmentRun,
 )
@@ -213,8 +214,33 @@ class _TimedGraph(WaitingGraph):
         return unpacked
 
 
+class _TimedRun(OffloadedRun):
+    """Times what it does for the way to the host and back."""
+
+    def __init__(
+        self,
+        known: Known,
+        leaves: Sequence[Tensor],
+        collector: Collector,
+        parcel: Parcel,
+        timer: _Timer,
+    ) -> None:
+        super().__init__(known, leaves, collector, parcel)
+        self._timer = timer
+
+    def send(self, number: int, tensor: Tensor) -> None:
+        self._timer.timed(super().send, number, tensor)
+
+    def take(self, number: int) -> Tensor:
+        taken: Tensor = self._timer.timed(super().take, number)
+        return taken
+
+    def done(self, number: int) -> None:
+        self._timer.timed(super().done, number)
+
+
 class _TimedSegment(SegmentRun):
-    """Times what a run by a program does for the way to the host and back."""
+    """One layer's run by its program, timed."""
 
     def __init__(
         self,
@@ -228,10 +254,9 @@ class _TimedSegment(SegmentRun):
         self._timer = timer
 
     def _begun(self, known: Known, leaves: Sequence[Tensor]) -> ProgramRun:
-        run = super()._begun(known, leaves)
-        for name in ("send", "take", "done"):
-            setattr(run, name, functools.partial(self._timer.timed, getattr(run, name)))
-        return run
+        assert self.parcel is not None
+        self.parcel.begin_layer()
+        return _TimedRun(known, leaves, self._collector, self.parcel, self._timer)
 
 
 class _Bench:
@@ -264,6 +289,8 @@ class _Bench:
             remakes: ChainPrograms(chain, costs, remakes=remakes, again=self._timer.of)
             for remakes in windows
         }
+        for programs in self._programs.values():
+            programs.begin()
         self._values = dict(zip(layer.reads, values, strict=True))
         pool = HostPool(device)
         self._offloads = {remakes: Offload(device, pool, n) for remakes, n in windows.items()}
@@ -291,7 +318,7 @@ class _Bench:
 
     def sample(self) -> _Sample:
         """Run the layer in all ways, one after the other."""
-        with self._device.computing():
+        with self._device.computing(), torch.no_grad():
             return _Sample(
                 self._plain_s(), self._offloaded(remakes=True), self._offloaded(remakes=False)
             )
@@ -357,6 +384,8 @@ class _Bench:
         timer = self._timer
 
         def run(values: Mapping[str, Any]) -> dict[str, Any]:
+            if isinstance(graph, SegmentRun):
+                return self._run(values, lambda _, given: graph.layer(given))
             return self._run(values, functools.partial(graph.layer, 0, self._layer))
 
         taken = {n: v.detach() if isinstance(v, Tensor) else v for n, v in self._values.items()}

@@ -118,7 +118,8 @@ class Executor:
 
     def run(self, micro_batches: Sequence[Values]) -> list[Tensor]:
         """Run the step that has begun; return the losses (0-d)."""
-        losses = self._run(self._training, micro_batches)
+        with torch.no_grad():  # what makes a graph says so
+            losses = self._run(self._training, micro_batches)
         self.slots.there.finish_step()
         self._updates.finish_step()
         self._random.finish()
@@ -126,13 +127,16 @@ class Executor:
 
     def evaluate(self, micro_batches: Sequence[Values]) -> list[Tensor]:
         """Run forward only. Return the losses (0-d)."""
-        return self._run(self._evaluation, micro_batches)
+        with torch.no_grad():
+            return self._run(self._evaluation, micro_batches)
 
     def refresh_buffers(self) -> None:
         """Bring the model's buffers to the device again."""
         self.buffers.from_host()
 
     def _run(self, a_pass: Pass, micro_batches: Sequence[Values]) -> list[Tensor]:
+        if self._programs is not None:
+            self._programs.begin()
         self._losses, self._count = [], len(micro_batches)
         for index, micro_batch in enumerate(micro_batches):
             for name in self._chain.inputs:
@@ -217,8 +221,7 @@ class Executor:
         if visit.leaves:
             values = self._forward_for_backward(visit, tensors, micro_batch, taken, route.outputs)
         else:
-            with torch.no_grad():
-                values = self._run_layers(visit, tensors, micro_batch, taken, route.outputs)
+            values = self._run_layers(visit, tensors, micro_batch, taken, route.outputs)
         taken.clear()
         for name in route.outputs:
             value = values.pop(name)
@@ -415,14 +418,17 @@ class Executor:
             for index, layer, spent in self._links.of(visit.layers, tuple(wanted)):
                 if draws:
                     self._random.reach(micro_batch, index, first=index == start)
-                buffers = self.buffers.of(index, micro_batch, visit.phase, visit.leaves)
-                own = {**tensors[index - start], **buffers}
                 arguments = [values[name] for name in layer.reads]
                 written: Sequence[Any]
-                if graph is None:
-                    written = layer.run(own, arguments)
+                if isinstance(graph, SegmentRun):
+                    written = graph.layer(arguments)
                 else:
-                    written = graph.layer(index, layer, own, arguments)
+                    buffers = self.buffers.of(index, micro_batch, visit.phase, visit.leaves)
+                    own = {**tensors[index - start], **buffers}
+                    if graph is None:
+                        written = layer.run(own, arguments)
+                    else:
+                        written = graph.layer(index, layer, own, arguments)
                 del arguments
                 values.update(zip(layer.writes, written, strict=True))
                 del written

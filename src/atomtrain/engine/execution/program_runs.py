@@ -90,9 +90,15 @@ class ChainPrograms:
         for layer in chain.layers:
             for name in layer.reads:
                 self._readers[name] = self._readers.get(name, 0) + 1
+        self._now: Any = None
         self._able: dict[Layers, bool] = {}
         self._known: dict[Any, list[Known] | None] = {}
         self._kinds: dict[Any, LayerProgram | None] = {}
+
+    def begin(self) -> None:
+        """Take note of the process's switches, for as long as a step or an evaluation runs."""
+        by_hand = torch._C._is_any_autocast_enabled() or torch.is_anomaly_enabled()
+        self._now = None if by_hand else _switches()
 
     def key_of(self, layers: Layers, values: Mapping[str, Any]) -> Any:
         """Return under what the programs of a segment on such values are known; `None` if it cannot
@@ -100,12 +106,10 @@ class ChainPrograms:
         able = self._able.get(layers)
         if able is None:
             able = self._able[layers] = self._is_able(layers)
-        if not able or self._module(layers[0]).mode.is_other:
-            return None
-        if torch._C._is_any_autocast_enabled() or torch.is_anomaly_enabled():
+        if not able or self._now is None or self._module(layers[0]).mode.is_other:
             return None
         lie = [(v.shape, v.stride()) if isinstance(v, Tensor) else None for v in values.values()]
-        return layers, _switches(), *lie
+        return layers, self._now, *lie
 
     def find(self, key: Any) -> list[Known] | None:
         """Return the programs of a segment's layers, if they are known."""
@@ -166,7 +170,7 @@ class ChainPrograms:
     ) -> LayerProgram | None:
         module, layer = self._module(number), self._chain.layers[number]
         root = [self._costs.values[name].requires_grad for name in layer.writes].index(True)
-        kind = (module.template, _switches(), remakes, seed, len(reads), *reads, *stays)
+        kind = (module.template, self._now, remakes, seed, len(reads), *reads, *stays)
         if kind not in self._kinds:
             names = module.names
 
@@ -324,7 +328,7 @@ class OffloadedRun(ProgramRun):
 
 
 class SegmentRun:
-    """One micro-batch's run of a segment by programs."""
+    """One micro-batch's run of a segment by programs; where no graph is made (`torch.no_grad`)."""
 
     def __init__(
         self,
@@ -346,13 +350,10 @@ class SegmentRun:
         _writes: Iterable[str],
     ) -> dict[str, Any]:
         """Run the segment forward, as `WaitingGraph.run` does."""
-        with torch.no_grad():
-            return layers(taken)
+        return layers(taken)
 
-    def layer(
-        self, _number: int, _layer: Layer, _tensors: Mapping[str, Tensor], values: Sequence[Any]
-    ) -> Sequence[Any]:
-        """Run the next layer, as `WaitingGraph.layer` does."""
+    def layer(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Run the next layer."""
         run = self._begun(*next(self._next))
         self._runs.append(run)
         return run.forward(values)
@@ -377,14 +378,13 @@ class SegmentRun:
             gradient_of: Returns that gradient.
         """
         found: dict[str, Tensor] = {}
-        with torch.no_grad():
-            for own in reversed(stays):
-                run = self._runs.pop()
-                root = run.known.root
-                if root in found:
-                    found.update(run.backward(own, [found.pop(root)]))
-                elif begun(root):
-                    found.update(run.backward(own, [gradient_of(root)]))
+        for own in reversed(stays):
+            run = self._runs.pop()
+            root = run.known.root
+            if root in found:
+                found.update(run.backward(own, [found.pop(root)]))
+            elif begun(root):
+                found.update(run.backward(own, [gradient_of(root)]))
         if self.parcel is not None:
             self.parcel.close()
         return found
