@@ -23,7 +23,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any, NoReturn
 
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -366,7 +365,7 @@ def _own_names() -> set[str]:
     """Return what every configuration class has besides values: functions and tables."""
     from transformers import PreTrainedConfig
 
-    names = set(dir(PreTrainedConfig)) - {field.name for field in fields(PreTrainedConfig)}
+    names = set(dir(PreTrainedConfig)) - set(vars(PreTrainedConfig()))  # no dataclass at first
     values = {name for name in names if isinstance(getattr(PreTrainedConfig, name), property)}
     return names - values - {"model_type"}
 

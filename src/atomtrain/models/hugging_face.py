@@ -45,6 +45,7 @@ from atomtrain.models.image_text import (
 from atomtrain.models.weights.files import files_of
 
 CONFIG_FILE = "config.json"
+LEAST_TRANSFORMERS = (5, 8)
 CARRIED_FILES = (
     "generation_config.json",
     "tokenizer_config.json",
@@ -378,15 +379,21 @@ def require_transformers(what: str) -> None:
     """Refuse to go on without the package that Hugging Face models need.
 
     Raises:
-        ConfigError: it is not installed; names the extra.
+        ConfigError: it is not installed, or too old; names the extra.
     """
     try:
-        import transformers  # noqa: F401
+        import transformers
     except ImportError:
         raise ConfigError(
             f"reading {what} needs the package transformers; install it with "
             "pip install 'atomtrain[hf]'"
         ) from None
+    found = transformers.__version__
+    if tuple(map(int, found.split(".")[:2])) < LEAST_TRANSFORMERS:
+        raise ConfigError(
+            f"reading {what} needs transformers {'.'.join(map(str, LEAST_TRANSFORMERS))} or newer, "
+            f"not {found}; run pip install --upgrade 'atomtrain[hf]'"
+        )
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import grouped_mm
 
 import atomtrain.analysis  # noqa: F401  registers the rule
+from atomtrain.analysis.costs.flops import more_counters
 
 ROWS, GROUPS, INSIDE = 24, 3, 8
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -54,3 +57,14 @@ def test_what_the_operation_refuses_is_refused_without_data(left: Tensor, right:
         grouped_mm(left, right, offs=stops)
     with FakeTensorMode() as mode, pytest.raises(RuntimeError, match="grouped_mm"):
         grouped_mm(*(mode.from_tensor(t) for t in (left, right)), offs=mode.from_tensor(stops))
+
+
+def test_an_older_transformers_has_no_operation_for_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward, backward = object(), object()
+    there = SimpleNamespace(grouped_mm_fallback=forward)
+    monkeypatch.setattr(torch.ops, "transformers", there, raising=False)
+    assert forward in more_counters()
+    there.grouped_mm_fallback_backward = backward
+    assert {forward, backward} <= more_counters().keys()

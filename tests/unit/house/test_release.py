@@ -115,6 +115,12 @@ def test_the_workflow_tests_each_python_and_the_oldest_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     (oldest,) = [one for one in project["dependencies"] if one.startswith("torch>=")]
     assert oldest.removeprefix("torch>=") + ".*" in [job["torch"] for job in matrix["include"]]
+    [others] = [job["others"] for job in matrix["include"] if "==" in job.get("others", "")]
+    least = {one.replace("==", ">=").removesuffix(".*") for one in others.split()}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    images = extras["optional-dependencies"]["images"]
+    assert least <= {*project["dependencies"], *images}, "the oldest that are allowed are tested"
+    assert "3.14" in [job["python"] for job in matrix["include"]]
     (tests,) = [step for step in flow["jobs"]["test"]["steps"] if step.get("name") == "Test"]
     assert tests["run"].startswith("make test ")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from atomtrain.cli.main import main
 from atomtrain.data.tokenizer import read_tokenizer
 from atomtrain.errors import ConfigError, DataError
-from atomtrain.models.hugging_face import build, model_folder, read_config
+from atomtrain.models.hugging_face import LEAST_TRANSFORMERS, build, model_folder, read_config
 from atomtrain.models.making import make_outline
 from atomtrain.models.weights.files import WeightFiles, read_header
 from atomtrain.models.weights.names import match_weights
+from tests.support import ROOT
 from tests.support.hugging_face_models import LLAMA, write_model, write_text, write_tokenizer
 
 pytest.importorskip("transformers")
@@ -28,6 +30,19 @@ pytest.importorskip("transformers")
 def folder(tmp_path: Path) -> Path:
     write_model(tmp_path / "model", shard="20KB")
     return tmp_path / "model"
+
+
+def test_an_older_transformers_is_refused_in_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.__version__", "5.7.0")
+    with pytest.raises(ConfigError, match=r"needs transformers 5\.8 or newer, not 5\.7"):
+        read_config(folder)
+    monkeypatch.setattr("transformers.__version__", "6.0.0.dev0")
+    read_config(folder)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    least = ".".join(map(str, LEAST_TRANSFORMERS))
+    assert project["optional-dependencies"]["hf"] == [f"transformers>={least}"]
 
 
 def test_headers_and_values_are_those_of_the_library(tmp_path: Path) -> None:

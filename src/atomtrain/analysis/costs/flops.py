@@ -32,10 +32,11 @@ def more_counters() -> dict[Any, Callable[..., int]]:
     }
     if hasattr(aten, "_grouped_mm"):
         counters[aten._grouped_mm] = _grouped
-    # Mixtures of experts of transformers, in types that the operation above does not take.
-    if hasattr(torch.ops.transformers, _GROUPED):
-        counters[getattr(torch.ops.transformers, _GROUPED)] = _grouped
-        counters[getattr(torch.ops.transformers, f"{_GROUPED}_backward")] = _grouped_backward
+    # Mixtures of experts of transformers, in types that the operation above does not take. In older
+    # versions their backward is made of operations that are counted anyway.
+    for name, count in ((_GROUPED, _grouped), (f"{_GROUPED}_backward", _grouped_backward)):
+        if hasattr(torch.ops.transformers, name):
+            counters[getattr(torch.ops.transformers, name)] = count
     return counters
 
 
