@@ -20,9 +20,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from atombench.virtual.clock import VirtualLoop, run_virtual
 from atomtrain.swarm.codecs import slices
 from atomtrain.swarm.rounds.owning import OwnedSlice
-from tests.support.swarm_virtual import Simulation, VirtualLoop, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 pytestmark = pytest.mark.slow
 
