@@ -38,8 +38,7 @@ def _cases() -> list[object]:
 def _learn(
     peers: list[PeerProcess], many: int, liars: int, begin: Path, what: str, **settings: object
 ) -> tuple[list[PeerProcess], list[PeerProcess]]:
-    """Start peers of which the last ones lie from their first round on; return honest and liars."""
-    begin.touch()
+    """Start peers of which the last ones lie once all have averaged; return honest and liars."""
     sick = {"fault": f"contribute {what}", "fault_file": str(begin)}
     address: list[str] = []
     for index in range(many):
@@ -48,6 +47,10 @@ def _learn(
         address = address or [peers[0].wait_ready()]
     for peer in peers:
         peer.wait_ready()
+    wait_averaged(peers[0], *peers)
+    begin.touch()
+    for liar in peers[many - liars :]:
+        liar.wait_for("fault")
     return peers[: many - liars], peers[many - liars :]
 
 
@@ -72,8 +75,6 @@ def test_the_others_learn_as_if_it_were_not_there(
     peers: list[PeerProcess], tmp_path: Path, what: str, many: int
 ) -> None:
     honest, liars = _learn(peers, many, many // 4, tmp_path / "begin", what)
-    for liar in liars:
-        liar.wait_for("fault")
     bound = _WITHIN[many] * _best(len(honest))
     honest[0].wait_for("state", lambda said: said["loss"] < bound)
     _wait_together(honest, _DRIFT_ROUNDS if what == "slow drift" else _ROUNDS)
@@ -87,9 +88,7 @@ def test_the_others_learn_as_if_it_were_not_there(
 def test_two_of_four_that_send_next_to_nothing_do_not_push_the_others_out(
     peers: list[PeerProcess], tmp_path: Path
 ) -> None:
-    honest, liars = _learn(peers, 4, 2, tmp_path / "begin", "next to nothing")
-    for liar in liars:
-        liar.wait_for("fault")
+    honest, _ = _learn(peers, 4, 2, tmp_path / "begin", "next to nothing")
     _wait_together(honest, 2 * _ROUNDS)
     for peer in honest:
         judged = {text[:8] for said in peer.lines("round") for text in said["rejected"]}
@@ -138,6 +137,7 @@ def test_an_owner_that_gives_one_member_another_mean_is_left_out(
         assert "its mean is not that of the contributions" in told
 
 
+@pytest.mark.matrix
 def test_peers_that_are_not_there_hold_up_neither_rounds_nor_newcomers(
     peers: list[PeerProcess], tmp_path: Path
 ) -> None:
