@@ -97,7 +97,7 @@ def test_two_of_four_that_send_next_to_nothing_do_not_push_the_others_out(
 
 @pytest.mark.matrix
 def test_by_a_plain_mean_they_would_not(peers: list[PeerProcess], tmp_path: Path) -> None:
-    honest, _ = _learn(peers, 4, 1, tmp_path / "begin", "-9 times", mean="plain")
+    honest, _ = _learn(peers, 4, 1, tmp_path / "begin", "a million times the tokens", mean="plain")
     wait_until(lambda: _loss(honest) > 10 * _best(3), lambda: _loss(honest))
 
 
