@@ -7,7 +7,7 @@ import contextvars
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from tests.support.swarm_virtual import VirtualLoop
+from atombench.virtual.clock import VirtualLoop
 
 ResultT = TypeVar("ResultT")
 _EARLY_S = 1e-9

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import random
+import socket
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from atombench.liars.misdeeds import CLAIMS, claim
 from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm import Swarm
-from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, digest_of
-from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.transport import messages
 from atomtrain.swarm.transport.identity import Identity
@@ -43,16 +46,9 @@ from atomtrain.swarm.transport.transport import Channel
 from tests.support import swarm_vectors
 from tests.support.swarm_vectors import say
 
-LIES = {
-    "tokens": (1, 2**52),
-    "many tokens": (1, 2**49),
-    "versions": (2**39, 10**9),
-    "NaN": (1, 10**9),
-    "largest": (0, 2**53 - 1),
-}
-"""What a liar says of its anchors: how many more versions, and tokens, they have than it has."""
-PLAUSIBLE = {"a little better": (1, 300), "the lower hash": (0, 0)}
-"""What nobody can tell from the truth by its numbers; the values are random ones."""
+PLAUSIBLE = ("a little better", "the lower hash")
+"""Claims that nobody can tell from the truth by their numbers; the values are random ones."""
+LIES = tuple(what for what in CLAIMS if what not in PLAUSIBLE)
 MISDEEDS = ("corrupt", "replay", "flood", "slow")
 FLOOD = 2000
 """Copies that a flood sends of one message or piece of data."""
@@ -125,36 +121,6 @@ class Misdeed:
         return f"{'contribution' if last == Contribution.__name__ else last} of {len(data)} bytes"
 
 
-def lie(swarm: Swarm, what: str) -> None:
-    """Have a peer tell all others of anchors that nobody has made, and give them to who asks."""
-    store = swarm._service.context.mailbox.store
-    versions, tokens = {**LIES, **PLAUSIBLE}[what]
-    true, told = store.anchor, dict[str, Anchor]()
-
-    def anchor(fragment: int) -> Anchor:
-        real = true(fragment)
-        if real.stamp.digest not in told:
-            values = real.values if what == "largest" else torch.randn(real.values.shape)
-            if what == "NaN":
-                values[0] = float("nan")
-            while what == "the lower hash" and (
-                digest_of(values, real.velocity) >= real.stamp.digest
-            ):
-                values = torch.randn(real.values.shape)
-            stamp = Stamp(
-                real.stamp.version + versions,
-                min(real.stamp.tokens + tokens, _LARGEST),
-                digest_of(values, real.velocity),
-            )
-            told[real.stamp.digest] = Anchor(values, real.velocity, stamp)
-        return told[real.stamp.digest]
-
-    store.anchor = anchor  # type: ignore[method-assign]
-    store.stamps = lambda: tuple(  # type: ignore[method-assign]
-        anchor(fragment).stamp for fragment in range(len(store.fragment_elements))
-    )
-
-
 def withhold(swarm: Swarm, *, signed: bool) -> None:
     """Have a peer claim a version more of every fragment, and give it to nobody.
 
@@ -179,7 +145,7 @@ def withhold(swarm: Swarm, *, signed: bool) -> None:
         return certificate
 
     store = service.context.mailbox.store
-    lie(swarm, "a little better")
+    claim(store, "a little better")
     service._donations.send = send  # type: ignore[method-assign]
     if signed:
         service.context.certified.of = of  # type: ignore[method-assign]
@@ -247,6 +213,38 @@ def haunt(swarm: Swarm) -> None:
     rounds.follow = follow  # type: ignore[method-assign]
     rounds.consider = consider  # type: ignore[method-assign]
     rounds.on_boundary = lambda steps: None  # type: ignore[method-assign]
+
+
+def haunt_with(swarm: Swarm, ghosts: int) -> None:
+    """Write membership records of peers that are not there, again and again.
+
+    Where they say that they are, connections are taken and nothing is ever said on them.
+    """
+    context = swarm._service.context
+    server = socket.create_server(("127.0.0.1", 0), backlog=4 * ghosts)
+    port = server.getsockname()[1]
+
+    async def renew(ghost: Identity) -> None:
+        directory = copy.copy(context.directory)
+        directory._identity = ghost  # type: ignore[attr-defined]
+        place = f"/ip4/127.0.0.1/tcp/{port}/p2p/{ghost.peer_id}"
+        while True:
+            record = replace(
+                swarm._service.own_record(), peer_id=ghost.peer_id, addresses=(place,),
+                sequence=context.clock(),
+            )  # fmt: skip
+            sealed = context.admission.seal(record.encode())
+            with contextlib.suppress(SwarmError):
+                await directory.publish(sealed, context.config.expiry_s)
+            await asyncio.sleep(context.config.expiry_s / 2)
+
+    async def appear() -> None:
+        try:
+            await asyncio.gather(*(renew(Identity.create()) for _ in range(ghosts)))
+        finally:
+            server.close()
+
+    swarm._thread.submit(appear())
 
 
 def record(swarm: Swarm) -> None:

@@ -29,22 +29,24 @@ from typing import Any
 
 import torch
 
+from atombench.liars.misdeeds import CONTRIBUTIONS, claim, contribute, two_means
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import Swarm
+from atomtrain.swarm.rounds.owning import OwnedSlice
 from tests.support.swarm_misdeeds import (
     MISDEEDS,
     Misdeed,
     conspire,
     drip,
     haunt,
+    haunt_with,
     hoard,
-    lie,
     mute,
     raid,
     record,
     withhold,
 )
-from tests.support.swarm_problem import Line, contribute_otherwise
+from tests.support.swarm_problem import Line
 from tests.support.swarm_vectors import Vectors, config_of, cross, daemon_pid, found, judge_of, say
 
 _STOOD_STILL = (
@@ -122,7 +124,6 @@ def follow_clocks(file: Path) -> None:
 def misbehave(kind: str) -> None:
     """Have this process do harm to rounds, or to its own files, from now on."""
     from atomtrain.swarm.rounds.contributing import Contributions
-    from atomtrain.swarm.rounds.owning import OwnedSlice
 
     encode, own = Contributions.encode, OwnedSlice._encode
     kind, _, times = kind.partition(" times ")
@@ -195,7 +196,6 @@ def fall_at(stage: str, happen: Callable[[], None], *, always: bool = False) -> 
     from atomtrain.swarm.membership.deadlines import RoundTiming
     from atomtrain.swarm.rounds.contributing import Contributions
     from atomtrain.swarm.rounds.leader_io import LeaderIO
-    from atomtrain.swarm.rounds.owning import OwnedSlice
     from atomtrain.swarm.rounds.round_member import RoundMember
     from atomtrain.swarm.transport.messages import Commit
 
@@ -254,6 +254,7 @@ def begin(fault: str, swarm: Swarm, misdeed: Misdeed | None, file: Path) -> None
     A misdeed is done as long as there is the file.
     """
     what, _, stage = fault.partition(" at ")
+    store = swarm._service.context.mailbox.store
     if misdeed is not None:
         fall_at(stage, lambda: misdeed.arm() if file.exists() else None, always=True)
     elif stage:
@@ -265,16 +266,23 @@ def begin(fault: str, swarm: Swarm, misdeed: Misdeed | None, file: Path) -> None
         (flood if fault == "flood" else haunt)(swarm)
     elif fault.startswith("conspire with "):
         conspire(swarm, fault.removeprefix("conspire with "))
+    elif fault.startswith("ghosts "):
+        haunt_with(swarm, int(fault.removeprefix("ghosts ")))
+    elif fault.startswith("other bytes to "):
+        OwnedSlice.answer = two_means(  # type: ignore[method-assign]
+            OwnedSlice.answer, OwnedSlice._encode,
+            lambda _, channel: channel.remote == fault.removeprefix("other bytes to "),
+        )  # fmt: skip
     elif fault == "drip":
         drip(swarm)
     elif fault == "mute":
         mute(swarm, file)
     elif fault.startswith("contribute "):
-        contribute_otherwise(swarm, float(fault.removeprefix("contribute ")))
+        contribute(store, CONTRIBUTIONS[fault.removeprefix("contribute ")])
     elif fault.startswith("withhold"):
         withhold(swarm, signed=fault == "withhold, signed")
     elif fault.startswith("lie "):
-        lie(swarm, fault.removeprefix("lie "))
+        claim(store, fault.removeprefix("lie "))
     else:
         misbehave(fault)
 
@@ -324,7 +332,7 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
                     for fragment in range(len(store.fragment_elements))
                 ],
                 means=vectors.means(),
-                loss=None if line is None else line.loss(swarm),
+                loss=None if line is None else line.loss(store.anchor(0).values),
                 peers=[p.peer_id for p in swarm.peers()],
                 relays={p.peer_id: p.relays for p in swarm.peers()},
                 steps=steps,

@@ -60,6 +60,7 @@ def config_of(settings: dict[str, Any]) -> SwarmConfig:
         local_steps_per_round=settings.get("local_steps", 8),
         outer_momentum=settings.get("momentum", 0.0),
         group_size=settings.get("group_size"),
+        mean=settings.get("mean"),
         wire=settings.get("wire", "float16"),
         expiry_s=settings.get("expiry_s", 5.0),
         connect_s=settings.get("connect_s", 5.0),

@@ -1,4 +1,4 @@
-"""A whole swarm on a virtual clock: real services, a network in memory, trainers that are sums.
+"""A whole swarm on a virtual clock that checks itself.
 
 Every snapshot and every merge is recorded, so that a test can recompute each mean from what the
 contributors had.
@@ -6,115 +6,23 @@ contributors had.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import heapq
-import itertools
-import random
-import selectors
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from atombench.virtual.swarm import RUN, TIMES, VirtualPeer, VirtualSwarm
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Merge, Part, Snapshot, joined_parts
 from atomtrain.swarm.codecs.codec import Codec, codec_named, decode_span, encode_span
 from atomtrain.swarm.codecs.slices import Span
-from atomtrain.swarm.membership.config import Manifest
-from atomtrain.swarm.membership.rules import Rules
-from atomtrain.swarm.node.entering import build_service
 from atomtrain.swarm.rounds.bases import stepped
-from tests.support.memory_network import MemoryDirectory, MemoryNetwork, MemoryTransport
 from tests.support.swarm_configs import swarm_config
 
-ResultT = TypeVar("ResultT")
 
-
-class _JumpingSelector(selectors.SelectSelector):
-    """Never waits: moves the loop's clock instead."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_s = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        events = super().select(0)
-        if not events:
-            assert timeout is not None, "nothing will ever happen any more"
-            self.now_s += max(timeout, 0)
-        return events
-
-
-class _Timer(asyncio.TimerHandle):
-    """One of several for the same moment: the one that was set first comes first.
-
-    asyncio's own order among them is that of a heap, which also holds timers that were cancelled.
-    """
-
-    __slots__ = ("number",)
-    number: int
-
-    def __lt__(self, other: object) -> bool:
-        if not isinstance(other, _Timer):
-            return NotImplemented
-        return (self._when, self.number) < (other._when, other.number)
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose seconds take no time, and on which everything has one order."""
-
-    def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
-        self._numbers = itertools.count()
-        super().__init__(self._jumping)
-
-    def call_at(
-        self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None
-    ) -> asyncio.TimerHandle:
-        timer = _Timer(when, callback, args, self, context)
-        timer.number = next(self._numbers)
-        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
-        timer._scheduled = True  # type: ignore[attr-defined]
-        return timer
-
-    def time(self) -> float:
-        return self._jumping.now_s
-
-
-def run_virtual(work: Callable[[], Awaitable[ResultT]], loop: VirtualLoop | None = None) -> ResultT:
-    """Run a coroutine on a virtual clock."""
-    loop = loop or VirtualLoop()
-    try:
-        return loop.run_until_complete(work())
-    finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0.01))
-        loop.close()
-
-
-class InlineThread:
-    """Stands in for the network thread: everything on the one loop."""
-
-    def post(self, call: Callable[..., None], *args: Any) -> None:
-        asyncio.get_running_loop().call_soon(call, *args)
-
-    async def offload(self, work: Callable[..., Any], *args: Any) -> Any:
-        await asyncio.sleep(0)
-        return work(*args)
-
-
-_BORN_S = 1e9
-
-
-def _of_the_loop_s() -> float:
-    return _BORN_S + asyncio.get_running_loop().time()
-
-
-class Simulation:
+class Simulation(VirtualSwarm["SimulatedPeer"]):
     """Peers, their network, and a record of all that was averaged."""
 
     def __init__(
@@ -126,21 +34,8 @@ class Simulation:
         clock: Callable[[], float] | None = None,
         **rules: Any,
     ) -> None:
-        """`clock`: the time that is the same for all peers, else the loop's.
-
-        With that one everything that happens follows from the arguments and `seed`.
-        """
-        self.clock = clock or _of_the_loop_s
-        self.random = random.Random(seed)
-        self.network = MemoryNetwork(lambda: self.random.uniform(0, delay_s), stall_s=3.0)
-        self.manifest = Manifest(
-            "sim",
-            elements,
-            {},
-            Rules(**{"wire": "float32", "local_steps_per_round": 4, "group_size": 0, **rules}),
-            born_s=_BORN_S if clock is None else 0.0,
-        )
-        self.peers: dict[str, SimulatedPeer] = {}
+        """As a virtual swarm."""
+        super().__init__(elements, seed, delay_s, clock=clock, **rules)
         self.snapshots: dict[str, dict[str, Snapshot]] = defaultdict(dict)  # by round id, peer
         self.weights: dict[str, dict[str, int]] = {}  # by round id: what each member weighs
         self.merges: list[tuple[str, torch.Tensor, Merge]] = []  # peer, old anchor, merge
@@ -153,14 +48,7 @@ class Simulation:
         **config: Any,
     ) -> SimulatedPeer:
         """Start a peer; without `step` it adds a random vector per step."""
-        peer = self.peers[name] = SimulatedPeer(self, name, step_s, step, **config)
-        await peer.start()
-        return peer
-
-    async def kill(self, name: str) -> None:
-        peer = self.peers.pop(name)
-        self.network.cut(name, lossy=self.random.random() < 0.5)
-        await peer.stop_abruptly()
+        return await self.enter(SimulatedPeer(self, name, step_s, step, **config))
 
     def check_means(self) -> int:
         """Recompute every averaged anchor from the contributors' snapshots; return how many."""
@@ -253,25 +141,11 @@ class Simulation:
         decode_span(self._codec, encode_span(self._codec, contribution), out)
         return out
 
-    async def settle(self, within_s: float) -> bool:
-        """Stop training, and wait until all peers hold the same anchors."""
-        for peer in self.peers.values():
-            peer.training = False
-        for _ in range(int(within_s)):
-            await asyncio.sleep(1)
-            if self.agree():
-                return True
-        return False
 
-    def agree(self) -> bool:
-        """Say whether all living peers hold the same anchors."""
-        return (
-            len({peer.service.context.mailbox.store.stamps() for peer in self.peers.values()}) == 1
-        )
-
-
-class SimulatedPeer:
+class SimulatedPeer(VirtualPeer):
     """One peer and its trainer."""
+
+    simulation: Simulation
 
     def __init__(
         self,
@@ -281,76 +155,14 @@ class SimulatedPeer:
         step: Callable[[SimulatedPeer], None] | None = None,
         **settings: Any,
     ) -> None:
+        """Be ready to start; `settings` are those of the configuration."""
+        times = {**TIMES, "connect_s": 2.0, "stall_s": 3.0}
+        super().__init__(simulation, name, step_s, swarm_config(run=RUN, **{**times, **settings}))
         self._step = step
-        self.simulation = simulation
-        self.name = name
-        self.step_s = step_s
-        self.fragments = [torch.zeros(n) for n in simulation.manifest.fragment_elements]
-        self.reports: list[Any] = []
-        self.training = True
-        config = swarm_config(
-            run="sim", expiry_s=6.0, connect_s=2.0, stall_s=3.0, round_floor_s=2.0,
-            slowest_link_bytes_per_s=1e4, **settings,
-        )  # fmt: skip
-        network = simulation.network
-        self.service = build_service(
-            config,
-            simulation.manifest,
-            MemoryTransport(network, name),
-            MemoryDirectory(network, name, simulation.clock),
-            InlineThread(),  # type: ignore[arg-type]
-            simulation.clock,
-            lambda: f"{simulation.random.getrandbits(32):08x}",
-        )
-        self._task: asyncio.Task[None] | None = None
         self._record()
 
-    @contextlib.contextmanager
-    def view(self, index: int) -> Iterator[torch.Tensor]:
-        yield self.fragments[index]
-
-    async def start(self) -> None:
-        store = self.service.context.mailbox.store
-        first = len(self.simulation.peers) == 1
-        if first:
-            store.adopt_local(self)
-        await self.service.start()
-        if not first:
-            for fragment in range(len(self.fragments)):
-                anchor = await self.service.fetch(fragment, 30.0)
-                self.fragments[fragment].copy_(anchor.values)
-                store.place(fragment, anchor)
-        self.service.set_training()
-        self._task = asyncio.create_task(self._train())
-
-    async def stop_abruptly(self) -> None:
-        self.training = False
-        if self._task is not None:
-            self._task.cancel()
-        await self.service._tasks.cancel_all()
-
-    def versions(self) -> list[int]:
-        """Return those of the fragments; raises what a check in the trainer found wrong."""
-        if self._task is not None and self._task.done():
-            self._task.result()
-        return [s.version for s in self.service.context.mailbox.store.stamps() if s is not None]
-
-    async def _train(self) -> None:
-        noise = torch.Generator().manual_seed(self.simulation.random.randrange(1 << 30))
-        while True:
-            await asyncio.sleep(self.step_s)
-            if self.training and self._step is not None:
-                self._step(self)
-            elif self.training:
-                for fragment in self.fragments:
-                    fragment.add_(torch.rand(fragment.shape, generator=noise))
-            self.reports += self.service.context.mailbox.boundary(
-                steps=int(self.training),
-                tokens=10 if self.training else 0,
-                tokens_per_s=10 / self.step_s,
-                step_s=self.step_s,
-                access=self,
-            )
+    def step(self) -> None:
+        super().step() if self._step is None else self._step(self)
 
     def _record(self) -> None:
         store = self.service.context.mailbox.store

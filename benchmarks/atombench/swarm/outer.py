@@ -20,10 +20,10 @@ from atombench.swarm.outer_swarm import Averaging, LocalSwarm, Poison, Task, tra
 from atomtrain.swarm.anchors.updates import OVERLAP_WEIGHTS, outer_named
 
 POISONS: dict[str, Poison] = {
-    "sign flipped": lambda values, _: -values,
-    "100 times": lambda values, _: 100 * values,
-    "not a number": lambda values, _: torch.full_like(values, float("nan")),
-    "constant": lambda values, _: torch.full_like(values, 3.0),
+    "sign flipped": lambda values: -values,
+    "100 times": lambda values: 100 * values,
+    "not a number": lambda values: torch.full_like(values, float("nan")),
+    "constant": lambda values: torch.full_like(values, 3.0),
 }
 
 

@@ -33,8 +33,8 @@ from atomtrain.swarm.rounds.owning import SliceReduction
 
 _EVALUATED_SEQUENCES = 128
 _HELD_OUT_SHARE = 0.05
-Poison = Callable[[Tensor, Sequence[Tensor]], Tensor]
-"""What a liar contributes instead of its change, knowing what the honest peers contribute."""
+Poison = Callable[[Tensor], Tensor]
+"""What a liar contributes instead of its change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,15 @@ class Task:
         generator = torch.Generator().manual_seed(seed)
         last = int(text.numel() * (1 - _HELD_OUT_SHARE)) - self.context - 1
         starts = torch.randint(last, (sequences, 1), generator=generator)
+        tokens = text[starts + torch.arange(self.context + 1)]
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def held_out(self, text: Tensor, sequences: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and labels, drawn from the last part of the text."""
+        first = int(text.numel() * (1 - _HELD_OUT_SHARE))
+        last = text.numel() - self.context - 1
+        generator = torch.Generator().manual_seed(seed)
+        starts = torch.randint(first, last, (sequences, 1), generator=generator)
         tokens = text[starts + torch.arange(self.context + 1)]
         return tokens[:, :-1], tokens[:, 1:]
 
@@ -146,14 +155,11 @@ class LocalSwarm:
 
     def __init__(
         self, task: Task, averaging: Averaging, peers: int, seed: int,
-        poison: Poison | None = None, liars: int = 1, claims: int = 1,
+        poison: Poison | None = None,
     ) -> None:  # fmt: skip
-        """With `poison`, the last `liars` peers contribute what it makes of their contributions.
-
-        They claim to have trained on so many times their tokens.
-        """
+        """With `poison`, the last peer contributes what it makes of its changes."""
         self._task, self._how, self._seed, self._poison = task, averaging, seed, poison
-        self._honest, self._claims = peers - (liars if poison is not None else 0), claims
+        self._honest = peers - (poison is not None)
         self.replicas = [Replica(task, seed) for _ in range(peers)]
         self._spans = slice_spans(self.replicas[0].values.numel(), averaging.fragments)
         sizes = tuple(span.elements for span in self._spans)
@@ -201,11 +207,7 @@ class LocalSwarm:
             store.snapshot(fragment, values, torch.empty_like(values))
             for store, values in zip(self._stores, local, strict=True)
         ]
-        claimed = [
-            snapshot.weight * (1 if index < self._honest else self._claims)
-            for index, snapshot in enumerate(taken)
-        ]
-        weights = [*bounded_weights(claimed)]
+        weights = [*bounded_weights([snapshot.weight for snapshot in taken])]
         guard = Guard(limit=self._how.norm_limit, mean=self._how.mean)
         reduction = SliceReduction(local[0].numel(), weights, guard)
         contributions: list[Tensor] = []
@@ -213,7 +215,7 @@ class LocalSwarm:
             if index < self._honest:
                 taken[index], sent = self._sent(snapshot)
             else:
-                sent = self._poisoned(snapshot, contributions[: self._honest])
+                sent = self._poisoned(snapshot)
             contributions.append(sent)
         own_square = float(contributions[0].square().mean())
         for index, sent in enumerate(contributions):
@@ -243,9 +245,9 @@ class LocalSwarm:
         self._usual_rms[fragment] = mean_rms
         return False
 
-    def _poisoned(self, snapshot: Snapshot, honest: Sequence[Tensor]) -> Tensor:
+    def _poisoned(self, snapshot: Snapshot) -> Tensor:
         assert self._poison is not None, "only liars are poisoned"
-        return self._poison(snapshot.contribution(Span(0, snapshot.values.numel())), honest)
+        return self._poison(snapshot.contribution(Span(0, snapshot.values.numel())))
 
     def _sent(self, snapshot: Snapshot) -> tuple[Snapshot, Tensor]:
         values = snapshot.contribution(Span(0, snapshot.values.numel()))

@@ -27,7 +27,7 @@ pytestmark = [
 CUT_S = float(os.environ.get("PARTITION_S", "20"))
 HONEST = 6
 FIRST_HALF, SECOND_HALF = (0, 1, 2, 6), (3, 4, 5, 7)
-LIES = {6: "false mean times -5", 7: "contribute -9"}
+LIES = {6: "false mean times -5", 7: "contribute -9 times"}
 """By host."""
 SETTINGS = {
     "elements": [ELEMENTS], "expiry_s": 4.0, "round_floor_s": 2.0, "step_s": 0.1, "group_size": 0,

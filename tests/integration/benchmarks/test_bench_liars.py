@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from atombench.common import BenchmarkOptions
-from atombench.swarm import liars
-from atombench.swarm.liars import LiarsSetup
-from atombench.swarm.outer_swarm import Task
+from atombench.liars import liars
+from atombench.liars.costs import CostsSetup
+from atombench.liars.learners import ALL, GHOSTS
+from atombench.liars.liars import QUICK, LiarsSetup
+
+_MISDEEDS = ("-9 times", "a mean times 0.98", "another mean to one member", "NaN", GHOSTS)
 
 
 def test_liars_are_measured_with_and_without_defences() -> None:
     setup = LiarsSetup(
-        task=Task(layers=1, width=32, context=16, steps=12, warmup_steps=3, text_bytes=100_000),
-        sequences=2, local_steps=4, fragments=2, fragment_elements=50_000, members=(4,), audits=20,
+        learning=QUICK.learning, misdeeds=_MISDEEDS,
+        costs=CostsSetup(fragment_elements=50_000, members=(4,), audits=20, width=32),
     )  # fmt: skip
+    assert {*_MISDEEDS} < {*ALL}
     result = liars.run(BenchmarkOptions(), setup)
-    assert [entry["misdeed"] for entry in result["contributions"]] == [*liars.MISDEEDS]
-    found = {entry["misdeed"]: entry for entry in result["contributions"]}
-    assert found["-9 times"]["ratio"] < found["-9 times"]["undefended_ratio"]
-    assert result["worst_ratio"] == max(entry["ratio"] for entry in result["contributions"])
+    rows = {row["misdeed"]: row for row in result["rows"]}
+    assert [*rows] == [*_MISDEEDS]
+    assert rows["-9 times"]["ratio"] < 1.1 < rows["-9 times"]["undefended_loss"]
+    assert result["worst_ratio"] == max(row["ratio"] for row in result["rows"])
+    assert result["honest_expelled"] == 0
+    for misdeed in ("a mean times 0.98", "another mean to one member"):
+        assert rows[misdeed]["expelled"] == ["peer3"]
+    assert rows["a mean times 0.98"]["noticed_rounds"] <= 2
+    assert rows["NaN"]["undefended_loss"] is None, "nothing else kept it away"
+    (cost,) = result["costs"]
+    for row in result["rows"]:
+        assert row["defence_bytes_share"] == cost["bytes_share"]
+        assert row["defence_step_share"] == cost["step_share"] > 0
+
     none, little, turned, some = (entry["found"] for entry in result["means"])
     assert (none, little, turned) == (0, 20, 20)
     assert some < 20, "one chunk in a hundred is seldom drawn"
-    (cost,) = result["costs"]
     assert cost["cpu_s"] > 0
     assert cost["bytes_share"] == cost["defence_bytes"] / cost["moved_bytes"]

@@ -10,9 +10,10 @@ import torch
 
 from atombench.averaging.costs import CodecTime, TimedCodec
 from atombench.swarm.swarm import codec_costs
+from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.codecs.codec import codec_named
 from atomtrain.swarm.codecs.names import CODEC_NAMES
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 
 def ticking() -> CodecTime:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from atomtrain.swarm.anchors.buffer_pool import pooled_empty
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.catchup.certifying import Certifier
-from atomtrain.swarm.catchup.vouching import NotVouched, check_vouched
+from atomtrain.swarm.catchup.vouching import NotVouched, Silence, check_vouched
 from atomtrain.swarm.codecs.codec import all_finite, byte_view
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.roster import Holder
@@ -37,6 +37,8 @@ _LOOKS = 2
 _HALVINGS = 3
 """Who could not tell asks for half as long for the next anchor, so often at most: else peers that
 answer nothing would hold a newcomer for the same time at each fragment."""
+_DOUBTFUL = 4
+"""Donors that are tried then, with what others say who answer."""
 _PIECE_BYTES = 1 << 20
 _EACH = 8
 """Who fetches asks one peer for seven at most."""
@@ -232,30 +234,31 @@ class Fetcher:
 
         Donors that fail are not asked again until their next record; while there is none to ask,
         the membership records are read again. Who has no anchor of its own takes one that most of
-        those who are asked have had, too; if there is none for half of `patience_s`, or less where
-        it could not tell of the last ones either, any, and the log says so.
+        those who are asked have had, too. If there is none for half of `patience_s`, or less where
+        it could not tell of the last ones either, it takes what most of those have had who answer,
+        or any, and the log says so.
 
         Raises:
             SwarmError: for `patience_s` no donor gave any of it, or all peers have left.
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + patience_s
-        newcomer = self._context.mailbox.stamp(fragment) is None
+        silence = Silence.AGAINST if self._context.mailbox.stamp(fragment) is None else None
         sure_until_s = loop.time() + patience_s / (2 << min(self._in_doubt, _HALVINGS))
         why, nobody = "no peer has it", 0
+        unvouched: dict[str, NotVouched] = {}
         while True:
-            unvouched: dict[str, str] = {}
             for donor in self._donors(fragment, first):
                 if unvouched and loop.time() >= sure_until_s:
                     break
                 if not self._context.roster.answers(donor):  # it has failed another fetch since
                     continue
                 try:
-                    fetched = await self.fetch_from(donor, fragment, vouched=newcomer)
+                    fetched = await self.fetch_from(donor, fragment, silence=silence)
                     self._in_doubt = 0
                     return fetched
                 except NotVouched as error:
-                    why = unvouched[donor] = str(error)
+                    why, unvouched[donor] = str(error), error
                     _log.info("fetching fragment %d: %s", fragment, error)
                 except (LinkLost, BadMessage) as error:
                     why = str(error)
@@ -263,18 +266,9 @@ class Fetcher:
                     if fragment in self._partial:
                         until_s = loop.time() + patience_s
             if unvouched and loop.time() >= sure_until_s:
-                donor, doubt = next(iter(unvouched.items()))
-                try:
-                    fetched = await self.fetch_from(donor, fragment)
-                except (LinkLost, BadMessage) as error:
-                    self._failed(donor, fragment, error)
-                else:
-                    self._in_doubt += 1
-                    _log.warning(
-                        "fragment %d: %s; this peer could not tell whose is right, and has taken "
-                        "that of peer %s", fragment, doubt, donor[-8:],
-                    )  # fmt: skip
-                    return fetched
+                doubtful = await self._fetch_doubtful(fragment, first, unvouched)
+                if doubtful is not None:
+                    return doubtful
             run = self._context.config.run
             nobody = nobody + 1 if self._context.roster.all_left else 0
             if nobody > _LOOKS:
@@ -291,6 +285,36 @@ class Fetcher:
             await asyncio.sleep(_RETRY_S)
             self._context.roster.update(await self._context.directory.records())
 
+    async def _fetch_doubtful(
+        self, fragment: int, first: Collection[str], unvouched: Mapping[str, NotVouched]
+    ) -> Fetched | None:
+        """Return what most of those have had who answer, else what the likeliest donor gives.
+
+        What a donor gave before it may not give again, so others are asked once more.
+        """
+
+        def lead(donor: str) -> int:
+            return unvouched[donor].lead if donor in unvouched else 0
+
+        donors = sorted(self._donors(fragment, first), key=lambda donor: -lead(donor))
+        tries = [(donor, Silence.NOTHING) for donor in donors[:_DOUBTFUL]]
+        for donor, silence in [*tries, *((donor, None) for donor in donors[:1])]:
+            try:
+                fetched = await self.fetch_from(donor, fragment, silence=silence)
+            except NotVouched as error:
+                _log.info("fetching fragment %d: %s", fragment, error)
+            except (LinkLost, BadMessage) as error:
+                self._failed(donor, fragment, error)
+            else:
+                self._in_doubt += 1
+                doubt = unvouched.get(donor) or next(iter(unvouched.values()))
+                _log.warning(
+                    "fragment %d: %s; this peer could not tell whose is right, and has taken that "
+                    "of peer %s", fragment, doubt, donor[-8:],
+                )  # fmt: skip
+                return fetched
+        return None
+
     def _failed(self, donor: str, fragment: int, error: SwarmError) -> None:
         _log.info("fetching fragment %d: %s; trying another peer", fragment, error)
         self._fruitless[donor] += 1
@@ -302,13 +326,14 @@ class Fetcher:
         fragment: int,
         own: Stamp | None = None,
         *,
-        vouched: bool = False,
+        silence: Silence | None = None,
         believed: bool = False,
     ) -> Fetched:
         """Return a donor's anchor, or what it has of the one that was begun, checked.
 
-        With `vouched` others are asked whether they have had it, too. With `own` it must be better
-        than that, and count, unless the donor is `believed`.
+        With `silence`, which says what it means if one does not answer, others are asked whether
+        they have had it, too. With `own` it must be better than that, and count, unless the donor
+        is `believed`.
 
         Raises:
             NotVouched: they have not.
@@ -321,7 +346,7 @@ class Fetcher:
         started_s = loop.time()
         channel = await self._opened(donor)
         try:
-            partial = await self._begin(channel, fragment, own, vouched=vouched, believed=believed)
+            partial = await self._begin(channel, fragment, own, silence=silence, believed=believed)
             begun = channel.arrivals
             try:
                 for piece in partial.missing():
@@ -343,7 +368,13 @@ class Fetcher:
             raise
 
     async def _begin(
-        self, channel: Channel, fragment: int, own: Stamp | None, *, vouched: bool, believed: bool
+        self,
+        channel: Channel,
+        fragment: int,
+        own: Stamp | None,
+        *,
+        silence: Silence | None,
+        believed: bool,
     ) -> Partial:
         """Ask for an anchor, or the rest of one; return what there is of it, possibly nothing."""
         context, had = self._context, self._partial.get(fragment)
@@ -367,10 +398,11 @@ class Fetcher:
         context.certified.hear(fragment, header.digest, header.certificate)
         if own is not None:
             await self._check_better(channel.remote, header, own, believed=believed)
-        if vouched:
+        if silence is not None:
             # The donor waits meanwhile, and not for ever.
             within_s = channel.stall_s / 2
-            await check_vouched(context, channel.remote, fragment, _stamp(header), within_s)
+            stamp = _stamp(header)
+            await check_vouched(context, channel.remote, fragment, stamp, within_s, silence)
         resumed = (header.digest, header.start_bytes) == (ask.digest, ask.start_bytes)
         if had is not None and header.start_bytes and resumed:
             return had

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from enum import Enum
 
 from atomtrain.errors import BadMessage
@@ -23,11 +24,27 @@ from atomtrain.swarm.transport.addresses import circuits_to
 from atomtrain.swarm.transport.messages import AskKnown, Known
 from atomtrain.swarm.transport.transport import Channel, LinkLost, PeerRefused
 
-_ASKED = 16
+_ASKED, _MET = 16, 7
+"""How many others are asked, and how many of them, at most, because they were met. Anybody can
+write records of peers that are not there; and anybody can come, so those met are the fewer."""
+
+
+class Silence(Enum):
+    """What it means that somebody who was asked has not answered."""
+
+    AGAINST = "against"
+    """It has not said so."""
+    NOTHING = "nothing"
+    """Only answers count: where there is no time to ask again."""
 
 
 class NotVouched(BadMessage):
     """A donor gives an anchor that too few others say they have had."""
+
+    def __init__(self, why: str, having: int, without: int) -> None:
+        """So many say that they have had it, the donor included, and so many that they have not."""
+        super().__init__(why)
+        self.lead = having - without
 
 
 class _Answer(Enum):
@@ -39,7 +56,7 @@ class _Answer(Enum):
 
 
 async def check_vouched(
-    context: Context, donor: str, fragment: int, stamp: Stamp, within_s: float
+    context: Context, donor: str, fragment: int, stamp: Stamp, within_s: float, silence: Silence
 ) -> None:
     """Ask others, 16 at most, whether they have had a donor's anchor.
 
@@ -47,10 +64,11 @@ async def check_vouched(
     believed: there is nobody to ask.
 
     Raises:
-        NotVouched: half of them, or more, have not, or have not said so within `within_s`.
+        NotVouched: half of them, or more, have not, or have not said so within `within_s`, if that
+            counts.
     """
     others = [r for r in context.roster.having(fragment) if r.peer_id != donor]
-    asked = random.sample(others, min(_ASKED, len(others)))
+    asked = _chosen(context, others)
     waiting = {asyncio.create_task(_answer(context, one, fragment, stamp)) for one in asked}
     until_s = asyncio.get_running_loop().time() + within_s
     answers: list[_Answer] = []
@@ -61,7 +79,8 @@ async def check_vouched(
             if _enough(context, having, count):
                 return
             left_s = until_s - asyncio.get_running_loop().time()
-            if left_s <= 0 or not _enough(context, having + len(waiting), count):
+            hopeless = not _enough(context, having + len(waiting), count)
+            if left_s <= 0 or not waiting or (hopeless and silence is Silence.AGAINST):
                 break
             done, waiting = await asyncio.wait(
                 waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
@@ -70,11 +89,23 @@ async def check_vouched(
     finally:
         for task in waiting:
             task.cancel()
+    without = answers.count(_Answer.NOT_HAD)
+    if silence is Silence.NOTHING and _enough(context, having, having + without):
+        return
     silent = len(waiting) + answers.count(_Answer.SILENT)
     raise NotVouched(
         f"of {count} peers that have an anchor, {having} say that they have had the one that peer "
-        f"{donor[-8:]} gives, and {silent} have not answered"
+        f"{donor[-8:]} gives, and {silent} have not answered",
+        having,
+        without,
     )
+
+
+def _chosen(context: Context, others: Sequence[PeerRecord]) -> list[PeerRecord]:
+    """Draw whom to ask: some that were met, and others."""
+    drawn = random.sample(others, len(others))
+    met = [one for one in drawn if context.roster.met(one.peer_id)][:_MET]
+    return [*met, *(one for one in drawn if one not in met)][:_ASKED]
 
 
 def _enough(context: Context, having: int, count: int) -> bool:

@@ -247,6 +247,10 @@ class Roster:
         if self._missed.pop(peer_id, 0):
             self._suspects.pop(peer_id, None)
 
+    def met(self, peer_id: str) -> bool:
+        """Say whether a stream with a peer has proved that it is, or was, there."""
+        return peer_id in self._met
+
     def was_late(self, peer_id: str, round_index: int) -> None:
         """Note that a member did not answer in the time that this peer, leading, gave it."""
         self._late[peer_id] = round_index

@@ -11,12 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.anchors.anchors import Anchor, digest_of
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.membership.records import PeerRecord
 from atomtrain.swarm.transport.messages import AskAnchor, AskKnown, Message
 from atomtrain.swarm.transport.transport import Channel
-from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
+from tests.support.swarm_virtual import SimulatedPeer, Simulation
 
 HONEST, LIARS = ("a", "b", "c"), ("liar", "accomplice")
 NEWCOMERS = 20
@@ -189,6 +190,30 @@ def test_where_nobody_answers_a_newcomer_says_that_it_could_not_tell(
     with caplog.at_level(logging.WARNING):
         run_virtual(scenario)
     assert "3 have not answered; this peer could not tell whose is right" in caplog.text
+
+
+def test_peers_that_are_not_there_keep_no_newcomer_from_what_the_others_have(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """200 records that anybody can write: it cannot tell, and takes what those say who answer."""
+
+    async def scenario() -> None:
+        simulation = await swarm(HONEST, LIARS[:1])
+        Liars([simulation.peers[LIARS[0]]], the_lower_hash)
+        await asyncio.sleep(2)
+        service, table = simulation.peers["a"].service, simulation.network.table("a")
+        for number in range(200):
+            ghost = f"ghost{number}"
+            false = replace(service.own_record(), peer_id=ghost, addresses=())
+            table[ghost] = (service.context.admission.seal(false.encode()), math.inf)
+        stores = [simulation.peers[name].service.context.mailbox.store for name in HONEST]
+        for number in range(4):
+            for fragment, anchor in enumerate(await joined(simulation, number)):
+                assert any(store.had(fragment, anchor.stamp) for store in stores), number
+
+    with caplog.at_level(logging.WARNING):
+        run_virtual(scenario)
+    assert "could not tell whose is right" in caplog.text
 
 
 def test_who_answers_nothing_does_not_hold_a_newcomer_at_each_fragment() -> None:

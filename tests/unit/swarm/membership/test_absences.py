@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.membership import absences
 from atomtrain.swarm.membership.absences import Absences
 from atomtrain.swarm.rounds.leader_state import LeaderRound
 from atomtrain.swarm.rounds.round_member import RoundMember
 from atomtrain.swarm.transport.messages import Begin, Commit, Held, Invite, Propose, Proposed, Ready
 from atomtrain.swarm.transport.transport import Channel
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 from tests.unit.swarm.rounds.test_protocol import _call
 
 MOST = 16

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.errors import BadMessage, ConfigError, SwarmError
 from atomtrain.swarm.membership.admission import Admission, key_of, read_allowed, read_secret
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 _KEY, _OTHER = b"k" * 32, b"o" * 32
 _PEER = "12D3KooWJkgyoePXTxr3gVF6FGYx8WZHwXwfMFuBc78jdBJHSeKX"

@@ -9,10 +9,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.transport.messages import AnchorHeader, AskAnchor
 from atomtrain.swarm.transport.transport import Channel
-from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
+from tests.support.swarm_virtual import SimulatedPeer, Simulation
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, peer: SimulatedPeer, bytes_per_s: float) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.anchors.anchors import Anchor
 from atomtrain.swarm.anchors.certificate import (
     NAMED_MAX,
@@ -37,7 +38,7 @@ from atomtrain.swarm.transport.messages import (
     encode,
 )
 from atomtrain.swarm.transport.transport import Channel, LinkLost
-from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
+from tests.support.swarm_virtual import SimulatedPeer, Simulation
 from tests.unit.swarm.membership.test_claims import forged, lie, quiet
 from tests.unit.swarm.membership.test_membership import record_of
 

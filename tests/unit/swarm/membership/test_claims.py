@@ -13,6 +13,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor, digest_of
 from atomtrain.swarm.anchors.stamps import TOKENS_MAX, VERSION_MAX, Limit, RunAge, Stamp, best_of
@@ -25,7 +26,7 @@ from atomtrain.swarm.rounds.leader_state import LeaderRound, RoundCall
 from atomtrain.swarm.rounds.round_member import check_begin
 from atomtrain.swarm.transport.messages import AskAnchor, Begin, Invite, Ready
 from atomtrain.swarm.transport.transport import Channel
-from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
+from tests.support.swarm_virtual import SimulatedPeer, Simulation
 from tests.unit.swarm.membership.test_membership import ALICE, MALLORY, record_of
 
 BORN_S = 1e9

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from atombench.virtual.clock import VirtualLoop, run_virtual
 from atomtrain.swarm.membership.deadlines import MOST_S, Estimate, LoopStalls, Waits
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import AskDial, Dialled
 from atomtrain.swarm.transport.transport import LinkLost
-from tests.support.swarm_virtual import Simulation, VirtualLoop, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 FIRST = {"answer_s": 10.0, "stall_s": 15.0, "floor_s": 5.0, "beat_s": 7.0, "life_s": 30.0}
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm.catchup.fetching import origin_of
 from atomtrain.swarm.codecs.codec import codec_named, encode_span
@@ -29,7 +30,6 @@ from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import AnchorHeader, Certificate, Message
 from atomtrain.swarm.transport.sealed import agree_as_called, agree_as_caller
 from atomtrain.swarm.transport.transport import LinkLost
-from tests.support.swarm_virtual import run_virtual
 from tests.unit.swarm.membership.test_membership import ALICE, MALLORY, NOW_S, record_of
 
 JSON_VALUES = st.recursive(

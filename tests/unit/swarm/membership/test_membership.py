@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.errors import BadMessage, ConfigError
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.catchup import joining
@@ -38,7 +39,7 @@ from atomtrain.swarm.node.service import beat_pause_s
 from atomtrain.swarm.transport.daemon import RuntimeFolder
 from atomtrain.swarm.transport.identity import Identity, public_key_of, verify
 from atomtrain.swarm.transport.transport import LinkLost
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 NOW_S = 1_700_000_000.0
 ALICE, MALLORY = Identity(bytes(range(32))), Identity(bytes(range(1, 33)))

@@ -8,6 +8,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from atombench.virtual.clock import InlineThread, run_virtual
+from atombench.virtual.network import unsigned, unverified
 from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.anchors import Anchor, Origin, Snapshot
 from atomtrain.swarm.anchors.stamps import Stamp
@@ -33,8 +35,7 @@ from atomtrain.swarm.transport.messages import (
     Refused,
 )
 from atomtrain.swarm.transport.transport import Channel, LinkLost
-from tests.support.memory_network import unsigned, unverified
-from tests.support.swarm_virtual import InlineThread, SimulatedPeer, Simulation, run_virtual
+from tests.support.swarm_virtual import SimulatedPeer, Simulation
 
 BEGIN = Begin(
     round_id="7-a-1", members=("a", "b"), weights=(4, 4), late=(False, False), exchange_s=20.0,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.stamps import RunAge, Stamp
 from atomtrain.swarm.anchors.trial import Refusal
@@ -16,7 +17,7 @@ from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.rounds.leader_state import LeaderRound, RoundCall
 from atomtrain.swarm.transport.messages import Begin, Invite, Ready
-from tests.support.swarm_virtual import SimulatedPeer, run_virtual
+from tests.support.swarm_virtual import SimulatedPeer
 from tests.unit.swarm.membership.test_claims import forged, lie, quiet
 from tests.unit.swarm.membership.test_membership import ALICE, MALLORY, record_of
 

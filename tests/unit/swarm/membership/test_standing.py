@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.membership import standing as standings
 from atomtrain.swarm.membership.standing import FULL_ROUNDS, Standing
 from atomtrain.swarm.rounds.owning import OwnedSlice
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 from tests.unit.swarm.rounds.test_lying_owners import HONEST, LIAR, lied
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.cli.swarm import _table
 from atomtrain.swarm.node.probe import status_of
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 
 def test_status_says_who_reduces_what() -> None:

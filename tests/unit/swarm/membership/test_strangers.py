@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.cli.parsing import complain
 from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor
@@ -43,7 +44,6 @@ from atomtrain.swarm.transport.messages import (
 )
 from atomtrain.swarm.transport.relaying import Relay
 from atomtrain.swarm.transport.transport import Channel, LinkLost, begun
-from tests.support.swarm_virtual import run_virtual
 from tests.unit.swarm.membership.test_membership import ALICE, MALLORY, record_of
 from tests.unit.swarm.transport.test_relays import KEYS, Hidden
 

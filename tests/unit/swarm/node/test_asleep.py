@@ -7,9 +7,10 @@ import time
 
 import pytest
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.membership.directory import SwarmClock, follow_clock
 from tests.support.sleeping import Machine, SleepyLoop, on
-from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
+from tests.support.swarm_virtual import SimulatedPeer, Simulation
 
 pytestmark = pytest.mark.slow
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from atombench.virtual.clock import run_virtual
+from atombench.virtual.network import HOST, MemoryTransport
 from atomtrain.swarm.rounds.context import opening_to
 from atomtrain.swarm.transport import buckets
 from atomtrain.swarm.transport.buckets import REFUSAL, Allowance, allowances
@@ -25,8 +27,7 @@ from atomtrain.swarm.transport.messages import (
     TakeCall,
 )
 from atomtrain.swarm.transport.transport import LinkLost
-from tests.support.memory_network import HOST, MemoryTransport
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 ELEMENTS = (64, 64)
 ALLOWED = allowances(len(ELEMENTS))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from atombench.virtual.clock import VirtualLoop, run_virtual
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.catchup import joining
 from atomtrain.swarm.catchup.joining import send_manifest
@@ -23,7 +24,6 @@ from atomtrain.swarm.node.entering import TRIES, TRY_S, persistently
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import Open, Refused
 from atomtrain.swarm.transport.transport import Channel, LinkLost
-from tests.support.swarm_virtual import VirtualLoop, run_virtual
 from tests.support.waiting import PATIENCE_S
 
 MANIFEST = Manifest("run", (7,))

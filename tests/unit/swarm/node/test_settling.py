@@ -6,8 +6,9 @@ import asyncio
 
 import torch
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.node.settling import patience_s, unsettled
-from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
+from tests.support.swarm_virtual import SimulatedPeer, Simulation
 
 RULES = {"wire": "int4", "overlap_weight": 0.5, "outer_momentum": 0.5, "outer_learning_rate": 0.5}
 

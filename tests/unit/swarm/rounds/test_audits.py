@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from atomtrain.swarm.codecs.codec import Codec, codec_named, decode_span, encode_span
 from atomtrain.swarm.codecs.names import CODEC_NAMES
+from atomtrain.swarm.codecs.slices import slices_per_member, streams_per_neighbour
 from atomtrain.swarm.membership.guards import Guard
 from atomtrain.swarm.rounds.audits import Claim, challenge
 from atomtrain.swarm.rounds.commitments import (
@@ -271,7 +272,7 @@ def test_pieces_of_a_slice_have_the_leaves_of_the_whole() -> None:
     values = torch.randn(5_000)
     step = 4 * chunk_elements(5_000)
     pieces = [values[start : start + step] for start in range(0, 5_000, step)]
-    leaves = [leaf for piece in pieces for leaf in leaves_of(piece, 5_000)]
+    leaves = b"".join(leaves_of(piece, 5_000) for piece in pieces)
     assert leaves == leaves_of(values, 5_000)
 
 
@@ -294,3 +295,11 @@ def test_decoded_means_are_within_their_codecs_error(wire: str) -> None:
         codec = codec_named(wire).for_mean(8, 5)
         out = decoded(codec, values)
         assert bool(((out - values).abs() <= codec.error(out)).all())
+
+
+def test_a_false_chunk_of_a_hundred_is_found_within_fifty_rounds_of_four() -> None:
+    """With 95%: each of the others draws one chunk on each lane that has slices of the owner's."""
+    members, rounds = 4, 50
+    each = slices_per_member(25_000_000, members)
+    lanes = min(each, 2 * streams_per_neighbour(members, each))
+    assert 0.99 ** ((members - 1) * lanes * rounds) < 0.05

@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.membership.deadlines import RoundTiming
 from atomtrain.swarm.rounds.commitments import chunk_elements
 from atomtrain.swarm.transport.rates import Usage
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.transport.transport import StreamChannel
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 HONEST, DRIPPING = ("a", "b", "c"), "d"
 PAUSE_S = 1.0

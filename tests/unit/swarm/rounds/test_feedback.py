@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import (
     Anchor,
@@ -19,7 +20,7 @@ from atomtrain.swarm.anchors.anchors import (
 )
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.codecs.slices import Span
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 pytestmark = pytest.mark.slow
 

@@ -12,13 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.errors import ConfigError
 from atomtrain.swarm.anchors.updates import AdamWUpdate, OuterUpdate, Place, Update
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.agenda import Agenda
 from atomtrain.training.setup.gradients import GradientCollector
 from tests.support.swarm_configs import swarm_config
-from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
+from tests.support.swarm_virtual import SimulatedPeer, Simulation
 
 pytestmark = pytest.mark.slow
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.errors import ConfigError
 from atomtrain.swarm.anchors.stamps import Stamp, siblings, supersedes
 from atomtrain.swarm.codecs import slices
@@ -25,7 +26,7 @@ from atomtrain.swarm.rounds.exchange_setup import ExchangeSetup
 from atomtrain.swarm.transport.messages import Begin
 from tests.support.going_on import all_go_on
 from tests.support.swarm_configs import swarm_config
-from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
+from tests.support.swarm_virtual import SimulatedPeer, Simulation
 from tests.unit.swarm.rounds.test_vandals import Vandal
 
 pytestmark = pytest.mark.slow

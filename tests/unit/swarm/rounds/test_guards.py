@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Merge
@@ -22,7 +23,7 @@ from atomtrain.swarm.rounds.exchange import Exchange, checked_place
 from atomtrain.swarm.rounds.exchange_setup import ExchangeSetup
 from atomtrain.swarm.rounds.owning import OwnedSlice, SliceReduction
 from atomtrain.swarm.transport.messages import Begin
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 
 def _random(seed: int, count: int, elements: int = 100) -> dict[int, torch.Tensor]:

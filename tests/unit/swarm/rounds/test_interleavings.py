@@ -20,10 +20,11 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from atombench.virtual.clock import VirtualLoop, run_virtual
 from atomtrain.swarm.codecs import slices
 from atomtrain.swarm.rounds.owning import OwnedSlice
 from tests.support.going_on import all_go_on
-from tests.support.swarm_virtual import Simulation, VirtualLoop, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.anchors.anchors import Snapshot
 from atomtrain.swarm.rounds.owning import OwnedSlice
-from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
+from tests.support.swarm_virtual import SimulatedPeer, Simulation
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.membership.guards import bounded_weights, led_weights, weights_flaw
 from atomtrain.swarm.membership.standing import FULL_ROUNDS, Standing
 from atomtrain.swarm.rounds import leader_state
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 
 @pytest.mark.parametrize(

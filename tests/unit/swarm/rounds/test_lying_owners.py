@@ -10,12 +10,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.rounds import auditor, contributing, exchange, round_member
 from atomtrain.swarm.rounds.commitments import committed
 from atomtrain.swarm.rounds.owning import OwnedSlice
 from atomtrain.swarm.transport.messages import Contribution, Evidence, Held, Mean, Message, Seal
 from atomtrain.swarm.transport.transport import Channel
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 pytestmark = pytest.mark.slow
 HONEST, LIAR = ("a", "b", "c"), "liar"

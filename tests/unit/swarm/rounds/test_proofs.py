@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.errors import BadMessage
 from atomtrain.swarm.codecs.codec import byte_view, codec_named, encode_span
 from atomtrain.swarm.codecs.names import CODEC_NAMES
@@ -37,7 +38,7 @@ from atomtrain.swarm.transport.messages import (
     decode,
     encode,
 )
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 from tests.unit.swarm.rounds.test_audits import decoded, sign, verify
 from tests.unit.swarm.rounds.test_lying_owners import HONEST, LIAR, lied, trusted
 

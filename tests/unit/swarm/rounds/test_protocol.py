@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atombench.virtual.clock import run_virtual
+from atombench.virtual.network import MemoryTransport
 from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.membership.config import PROTOCOL
@@ -30,8 +32,7 @@ from atomtrain.swarm.transport.messages import (
     Ready,
 )
 from atomtrain.swarm.transport.transport import Inbox, LinkLost, PeerRefused
-from tests.support.memory_network import MemoryTransport
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 
 @given(st.binary(max_size=300))

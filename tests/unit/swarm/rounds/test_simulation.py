@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.rounds.leader_io import LeaderIO
 from atomtrain.swarm.rounds.leader_state import Outgoing
 from atomtrain.swarm.rounds.owning import OwnedSlice
 from atomtrain.swarm.transport.messages import Commit
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 pytestmark = pytest.mark.slow
 

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from atombench.virtual.clock import run_virtual
+from atombench.virtual.network import MemoryDirectory, MemoryTransport
 from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.transport.messages import (
     AskAnchor,
@@ -29,8 +31,7 @@ from atomtrain.swarm.transport.messages import (
 )
 from atomtrain.swarm.transport.transport import Channel, LinkLost
 from tests.support.going_on import all_go_on
-from tests.support.memory_network import MemoryDirectory, MemoryTransport
-from tests.support.swarm_virtual import Simulation, run_virtual
+from tests.support.swarm_virtual import Simulation
 
 pytestmark = pytest.mark.slow
 

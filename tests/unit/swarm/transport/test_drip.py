@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import Known, Propose, encode
 from atomtrain.swarm.transport.rates import Pacer
 from atomtrain.swarm.transport.transport import LEAST_BYTES_PER_S, Channel, LinkLost
-from tests.support.swarm_virtual import run_virtual
 
 STALL_S = 10.0
 PAUSE_S = 4.0

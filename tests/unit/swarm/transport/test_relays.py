@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from atombench.virtual.clock import run_virtual
 from atomtrain.errors import ConfigError, SwarmError
 from atomtrain.swarm.membership.config import relay_limit_of
 from atomtrain.swarm.membership.records import LEFT, TRAINING
@@ -33,7 +34,7 @@ from atomtrain.swarm.transport.relaying import Relay
 from atomtrain.swarm.transport.sealed import SealedChannel, agree_as_called, agree_as_caller
 from atomtrain.swarm.transport.transport import CHUNK_BYTES, Channel, LinkLost, PeerRefused
 from tests.support.swarm_configs import swarm_config
-from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
+from tests.support.swarm_virtual import SimulatedPeer, Simulation
 
 KEYS = [Identity(bytes([n] * 32)) for n in range(1, 8)]
 ALICE, BOB, MALLORY, *_ = KEYS

@@ -1,26 +1,16 @@
-"""Benchmark `liars`: what lying members do to a swarm's loss, and what the defences cost.
-
-* *Contributions*: eight replicas of a small model learn real text and are averaged by the swarm's
-  own parts (`outer_swarm`). Two of them lie. Their loss is compared with that of the six others
-  alone, with the defences that a run has by default, and with none.
-* *Means*: an owner's mean is false in all of a slice, or in one chunk of a hundred; counted is how
-  many audits find it.
-* *Costs*: processor time of sealing, checking and auditing in a round, and its bytes, beside those
-  of the round.
-"""
+"""What audits find of false means, and what the defences cost a member in a round."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from atombench.common import BenchmarkOptions, Result, description, progress
-from atombench.swarm.outer_swarm import Averaging, LocalSwarm, Poison, Task
-from atomtrain.swarm.anchors.updates import OVERLAP_WEIGHTS, outer_named
+from atombench.common import Result, progress
+from atombench.swarm.outer_swarm import Replica, Task
 from atomtrain.swarm.codecs.codec import Codec, codec_named, decode_span, encode_span, encoded_bytes
 from atomtrain.swarm.codecs.slices import (
     Span,
@@ -40,103 +30,24 @@ from atomtrain.swarm.rounds.commitments import (
 from atomtrain.swarm.transport.identity import Identity, verify
 from atomtrain.swarm.transport.messages import Begin, Evidence, Seal, encode
 
-_HUGE_CLAIM = 1_000_000
 _MEAN_SIGNED_BYTES = 160
 """Signature of a mean and hash of its seals, in hexadecimal digits."""
-_A_LITTLE = 1.0
-"""Standard deviations by which "a little is enough" shifts the mean (Baruch et al. 2019)."""
-
-
-def _a_little(_: Tensor, honest: Sequence[Tensor]) -> Tensor:
-    stacked = torch.stack([*honest])
-    return stacked.mean(dim=0) - _A_LITTLE * stacked.std(dim=0)
-
-
-def _inner_product(_: Tensor, honest: Sequence[Tensor]) -> Tensor:
-    return -torch.stack([*honest]).mean(dim=0)
-
-
-MISDEEDS: dict[str, tuple[Poison, int]] = {
-    "sign flipped": (lambda values, _: -values, 1),
-    "-9 times": (lambda values, _: -9 * values, 1),
-    "constant": (lambda values, _: torch.full_like(values, 3.0), 1),
-    "noise": (lambda values, _: torch.randn_like(values) * values.std(), 1),
-    "nothing": (lambda values, _: torch.zeros_like(values), 1),
-    "against the mean": (_inner_product, 1),
-    "a little": (_a_little, 1),
-    "a million times the tokens": (lambda values, _: -values, _HUGE_CLAIM),
-}
-"""What liars contribute, and how many times their tokens they claim."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiarsSetup:
-    """Inputs of the benchmark."""
+class CostsSetup:
+    """Of what the costs are measured."""
 
-    task: Task = field(default_factory=lambda: Task(steps=200))
-    peers: int = 8
-    liars: int = 2
-    sequences: int = 8
-    """Of each peer's step."""
-    local_steps: int = 20
-    fragments: int = 4
-    wire: str = "float16"
-    outer: str = "nesterov"
     fragment_elements: int = 25_000_000
     """Of the fragment whose audits are timed."""
     members: tuple[int, ...] = (4, 8)
     audits: int = 200
-
-
-QUICK = LiarsSetup(
-    task=Task(layers=1, width=32, context=32, steps=20, warmup_steps=5, text_bytes=200_000),
-    sequences=4,
-    fragment_elements=200_000,
-    members=(4,),
-    audits=10,
-)
-
-
-def run(options: BenchmarkOptions, setup: LiarsSetup | None = None) -> Result:
-    """Measure, and return plain JSON values."""
-    setup = setup or (QUICK if options.quick else LiarsSetup())
-    torch.set_num_threads(1)
-    contributions = _contributions(setup)
-    return {
-        "contributions": contributions,
-        "worst_ratio": max(entry["ratio"] for entry in contributions),
-        "means": _means(setup),
-        "costs": [_costs(setup, members) for members in setup.members],
-        "inputs": asdict(setup),
-        **description(),
-    }
-
-
-def _contributions(setup: LiarsSetup) -> list[Result]:
-    text = setup.task.text()
-    how = Averaging(
-        outer=outer_named(setup.outer, setup.local_steps, setup.fragments),
-        local_steps=setup.local_steps,
-        fragments=setup.fragments,
-        wire=setup.wire,
-        mean="clipped",
-        overlap_weight=OVERLAP_WEIGHTS[setup.outer],
-    )
-    honest = LocalSwarm(setup.task, how, setup.peers - setup.liars, 0).train(text, setup.sequences)
-    progress(f"{setup.peers - setup.liars} honest peers alone: {honest:.4f}")
-    found: list[Result] = []
-    for name, (poison, claims) in MISDEEDS.items():
-        entry: Result = {"misdeed": name, "honest_loss": honest}
-        for key, guarded in (
-            ("loss", how), ("undefended_loss", replace(how, mean="plain", norm_limit=0.0)),
-        ):  # fmt: skip
-            swarm = LocalSwarm(setup.task, guarded, setup.peers, 0, poison, setup.liars, claims)
-            entry[key] = swarm.train(text, setup.sequences)
-        entry["ratio"] = entry["loss"] / honest
-        entry["undefended_ratio"] = entry["undefended_loss"] / honest
-        found.append(entry)
-        progress(f"{name}: {entry['ratio']:.3f}, undefended {entry['undefended_ratio']:.3f}")
-    return found
+    wire: str = "float16"
+    local_steps: int = 20
+    """Between two rounds of a fragment."""
+    step_tokens: int = 4096
+    width: int = 256
+    """Of the model one of whose steps is timed, per parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +84,7 @@ class _Owned:
         return unproved or claim.wrong(chunk, evidence, chunks)
 
 
-def _owned(setup: LiarsSetup, members: int, lie: Callable[[Tensor], Tensor]) -> _Owned:
+def _owned(setup: CostsSetup, members: int, lie: Callable[[Tensor], Tensor]) -> _Owned:
     """Return a slice of a large fragment, whose owner sends what `lie` makes of its mean."""
     keys = [Identity.create() for _ in range(members)]
     begin = Begin(
@@ -205,7 +116,7 @@ def _decoded(codec: Codec, values: Tensor) -> Tensor:
     return out
 
 
-def _means(setup: LiarsSetup) -> list[Result]:
+def found_by_audits(setup: CostsSetup) -> list[Result]:
     def everywhere(factor: float) -> Callable[[Tensor], Tensor]:
         return lambda mean: mean * factor
 
@@ -231,7 +142,7 @@ def _means(setup: LiarsSetup) -> list[Result]:
     return found
 
 
-def _costs(setup: LiarsSetup, members: int) -> Result:
+def defence_costs(setup: CostsSetup, members: int) -> Result:
     """Return what the defences of one round of a fragment cost each of so many members."""
     owned = _owned(setup, members, lambda mean: mean)
     elements, each = owned.mean.numel(), slices_per_member(setup.fragment_elements, members)
@@ -272,6 +183,7 @@ def _costs(setup: LiarsSetup, members: int) -> Result:
         "moved_bytes": moved,
         "defence_bytes": extra,
         "bytes_share": extra / moved,
+        "step_share": cpu_s / (setup.local_steps * _step_s(setup)),
         "seal_s": seal_s,
         "audit_s": audit_s,
     }
@@ -285,3 +197,15 @@ def _time_s(work: Callable[[], object]) -> float:
         work()
         times_s.append(time.thread_time() - begun_s)
     return sorted(times_s)[2]
+
+
+def _step_s(setup: CostsSetup) -> float:
+    """Return the processor time of a step of a model with as many parameters as the fragment.
+
+    A small model's is measured: it grows with parameters and tokens.
+    """
+    task, sequences = Task(layers=4, width=setup.width, context=128), 4
+    replica, text = Replica(task, 0), torch.randint(256, (20_000,))
+    small_s = _time_s(lambda: replica.step(0, *task.batch(text, sequences, 0)))
+    parameters = setup.fragment_elements / replica.values.numel()
+    return small_s * parameters * setup.step_tokens / (sequences * task.context)

@@ -1,4 +1,4 @@
-"""A transport and a directory inside one process, for tests of whole swarms.
+"""A transport and a directory inside one process, for whole swarms in it.
 
 A peer that is cut off breaks all its streams at once, as the kernel does for a killed process.
 """

@@ -1,0 +1,1 @@
+"""What liars do to a swarm: begin with `liars.py`, the benchmark; they are in `misdeeds.py`."""
