@@ -14,17 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from atomtrain.swarm.codecs.codec import square_of
-from atomtrain.swarm.codecs.hashes import (
-    HASH_BYTES,
-    hash_of,
-    pair_hash,
-    pair_hashes,
-    piece_hashes,
-)
+from atomtrain.swarm.codecs.codec import byte_view, square_of
 from atomtrain.swarm.codecs.slices import Span, piece_spans
 from atomtrain.swarm.transport.messages import Begin, Mean, encode
 
+_HASH_BYTES = 16
 _LEAST_ELEMENTS, _MOST_ELEMENTS = 64, 1 << 12
 """Of a chunk; both powers of two, so that pieces end where chunks do."""
 _CHUNKS = 512
@@ -43,37 +37,39 @@ def chunk_spans(elements: int) -> tuple[Span, ...]:
     return piece_spans(Span(0, elements), chunk_elements(elements))
 
 
-def leaves_of(values: torch.Tensor, slice_elements: int) -> bytes:
+def leaves_of(values: torch.Tensor, slice_elements: int) -> list[bytes]:
     """Return the hashes of the chunks of a piece of a slice, 1-D float32.
 
     Pieces begin where chunks do.
     """
-    return piece_hashes(values.contiguous(), chunk_elements(slice_elements))
+    data, step = byte_view(values.contiguous()), 4 * chunk_elements(slice_elements)
+    return [_leaf(data[start : start + step]) for start in range(0, len(data), step)]
 
 
 class Tree:
     """A tree of hashes over the chunks of one contribution."""
 
-    def __init__(self, leaves: bytes) -> None:
+    def __init__(self, leaves: Iterable[bytes]) -> None:
         """Build it over these hashes; no leaves are as good as one of nothing."""
-        self._levels = [leaves or hash_of(b"")]
-        while (wide := len(below := self._levels[-1])) > HASH_BYTES:
-            even = wide - wide % (2 * HASH_BYTES)  # what has nothing beside it goes up as it is
-            self._levels.append(pair_hashes(below[:even]) + below[even:])
+        self._levels = [list(leaves) or [_leaf(memoryview(b""))]]
+        while len(below := self._levels[-1]) > 1:
+            pairs = zip(below[::2], below[1::2], strict=False)
+            odd = below[len(below) & ~1 :]  # has nothing beside it, and goes up as it is
+            self._levels.append([_node(left, right) for left, right in pairs] + odd)
 
     @property
     def root(self) -> str:
         """The hash of everything, in hexadecimal digits."""
-        return self._levels[-1].hex()
+        return self._levels[-1][0].hex()
 
     def path(self, chunk: int) -> str:
         """Return the hashes beside the way from a chunk to the root, in hexadecimal digits."""
-        beside = b""
+        beside = []
         for level in self._levels[:-1]:
-            start = (chunk ^ 1) * HASH_BYTES
-            beside += level[start : start + HASH_BYTES]
+            if chunk ^ 1 < len(level):
+                beside.append(level[chunk ^ 1])
             chunk >>= 1
-        return beside.hex()
+        return b"".join(beside).hex()
 
 
 class Commitment(NamedTuple):
@@ -118,21 +114,21 @@ def leads_to(root: str, chunk: int, chunks: int, data: memoryview, path: str) ->
         beside = bytes.fromhex(path)
     except ValueError:
         return False
-    found, width, used = hash_of(data), chunks, 0
+    found, width, used = _leaf(data), chunks, 0
     while width > 1:
         if chunk ^ 1 < width:
-            other = beside[used : used + HASH_BYTES]
-            if len(other) < HASH_BYTES:
+            other = beside[used : used + _HASH_BYTES]
+            if len(other) < _HASH_BYTES:
                 return False
-            used += HASH_BYTES
-            found = pair_hash(other + found if chunk & 1 else found + other)
+            used += _HASH_BYTES
+            found = _node(other, found) if chunk & 1 else _node(found, other)
         chunk, width = chunk >> 1, (width + 1) >> 1
     return used == len(beside) and found.hex() == root
 
 
 def group_digest(begin: Begin) -> str:
     """Return the hash of what a leader has told of a group; the same at all members."""
-    return hash_of(encode(begin)).hex()
+    return _leaf(memoryview(encode(begin))).hex()
 
 
 def sealed_text(group: str, slice_index: int, commitment: str) -> bytes:
@@ -142,10 +138,23 @@ def sealed_text(group: str, slice_index: int, commitment: str) -> bytes:
 
 def seals_digest(commitments: Iterable[str]) -> str:
     """Return the hash of what the contributors to a mean have committed to, in their order."""
-    return hash_of("\n".join(commitments).encode()).hex()
+    return _leaf(memoryview("\n".join(commitments).encode())).hex()
 
 
 def mean_text(group: str, slice_index: int, mean: Mean) -> bytes:
     """Return what an owner signs of a mean."""
     what = f"{mean.contributors}\n{mean.digest}\n{mean.shares}\n{mean.seals}"
     return f"atom mean\n{group}\n{slice_index}\n{what}".encode()
+
+
+def _leaf(data: memoryview) -> bytes:
+    from blake3 import blake3
+
+    return bytes(blake3(data).digest(length=_HASH_BYTES))
+
+
+def _node(left: bytes, right: bytes) -> bytes:
+    from blake3 import blake3
+
+    # A length that no chunk has, a multiple of four: a node cannot be passed off as a chunk.
+    return bytes(blake3(b"n" + left + right).digest(length=_HASH_BYTES))

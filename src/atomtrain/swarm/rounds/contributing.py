@@ -27,7 +27,7 @@ class Encoded(NamedTuple):
     data: memoryview
     square: float
     """Sum of the squares of what was encoded."""
-    leaves: bytes
+    leaves: list[bytes]
     """Hashes of what it decodes to."""
     sent_square: float
     """Sum of the squares of that."""

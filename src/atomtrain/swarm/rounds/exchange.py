@@ -250,7 +250,7 @@ class Exchange:
                 await channel.send(Change(follows=believed))
                 if not believed:
                     continue
-            leaves = b""
+            leaves: list[bytes] = []
             square = 0.0
             for piece in piece_spans(self._spans[index]):
                 encoded = await self._setup.offload(self._contributions.encode, piece, index)

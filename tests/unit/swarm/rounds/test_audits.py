@@ -272,7 +272,7 @@ def test_pieces_of_a_slice_have_the_leaves_of_the_whole() -> None:
     values = torch.randn(5_000)
     step = 4 * chunk_elements(5_000)
     pieces = [values[start : start + step] for start in range(0, 5_000, step)]
-    leaves = b"".join(leaves_of(piece, 5_000) for piece in pieces)
+    leaves = [leaf for piece in pieces for leaf in leaves_of(piece, 5_000)]
     assert leaves == leaves_of(values, 5_000)
 
 
