@@ -282,9 +282,11 @@ def _published(name: str) -> Any:
     from transformers.models.pixtral import image_processing_pil_pixtral
 
     if name == "PixtralProcessor" and find_spec("torchvision") is None:
-        sys.modules.setdefault(_PIXTRAL, image_processing_pil_pixtral)
-        from transformers.models.pixtral.processing_pixtral import PixtralProcessor
-
+        sys.modules[_PIXTRAL] = image_processing_pil_pixtral
+        try:
+            from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+        finally:
+            del sys.modules[_PIXTRAL]  # others shall be told what they lack
         return PixtralProcessor
     return processing_auto.processor_class_from_name(name)
 

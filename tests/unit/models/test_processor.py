@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tomllib
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,14 @@ def test_a_package_that_a_processor_lacks_is_told(
     monkeypatch.setattr(module, None)
     with pytest.raises(ConfigError, match=r"needs more: .*pip install num2words"):
         processor_of(folders / "smolvlm")
+
+
+def test_who_needs_torchvision_is_told_so_beside_pixtral(folders: Path) -> None:
+    if find_spec("torchvision") is not None:
+        pytest.skip("torchvision is there")
+    processor_of(folders / "mistral3")
+    with pytest.raises(ModuleNotFoundError, match="torchvision"):
+        import_module("transformers.models.pixtral.image_processing_pixtral")
 
 
 def test_an_older_transformers_is_refused_in_one_line(
