@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Self, TypeVar
 
@@ -119,9 +119,10 @@ class Progress:
             show("")
 
 
-def each(what: str, items: Sequence[Item], unit: str) -> Iterator[Item]:
-    """Yield items, and tell how many of them are done."""
-    with Progress(what, len(items), unit) as progress:
+def each(what: str, items: Iterable[Item], unit: str) -> Iterator[Item]:
+    """Yield items, and tell how many of them are done, of how many if they have a length."""
+    total = len(items) if isinstance(items, Sized) else None
+    with Progress(what, total, unit) as progress:
         for item in items:
             yield item
             progress.advance()

@@ -128,14 +128,16 @@ def given_options(
 
 
 def _as_ours(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
-    """Return options as ours are written: `--local_steps` with dashes, `--plain True` as one."""
+    """Return options as ours are written: `--local_steps` with dashes, `--plain True` as one.
+
+    What follows `--` is not an option.
+    """
     known, found = parser._option_string_actions, list[str]()
-    for argument in arguments:
+    options = list(itertools.takewhile(lambda argument: argument != "--", arguments))
+    for argument in options:
         name, equals, value = argument.partition("=")
-        dashed, switched = (
-            name.replace("_", "-"),
-            f"{found[-1] if found else ''}={argument.lower()}",
-        )
+        dashed = name.replace("_", "-")
+        switched = f"{found[-1] if found else ''}={argument.lower()}"
         if name.startswith("--") and dashed in known:
             switch = f"{dashed}={value.lower()}"
             found.append(switch if switch in known else f"{dashed}{equals}{value}")
@@ -143,7 +145,7 @@ def _as_ours(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[
             found[-1] = switched
         else:
             found.append(argument)
-    return found
+    return [*found, *arguments[len(options) :]]
 
 
 def _on_where_alone(

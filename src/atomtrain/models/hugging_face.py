@@ -375,7 +375,9 @@ def check_context(name: str, context: int, longest: int | None) -> None:
         )
 
 
-def require_transformers(what: str) -> None:
+def require_transformers(
+    what: str, least: tuple[int, int] = LEAST_TRANSFORMERS, extra: str = "hf"
+) -> None:
     """Refuse to go on without the package that Hugging Face models need.
 
     Raises:
@@ -386,13 +388,13 @@ def require_transformers(what: str) -> None:
     except ImportError:
         raise ConfigError(
             f"reading {what} needs the package transformers; install it with "
-            "pip install 'atomtrain[hf]'"
+            f"pip install 'atomtrain[{extra}]'"
         ) from None
     found = transformers.__version__
-    if tuple(map(int, found.split(".")[:2])) < LEAST_TRANSFORMERS:
+    if tuple(map(int, found.split(".")[:2])) < least:
         raise ConfigError(
-            f"reading {what} needs transformers {'.'.join(map(str, LEAST_TRANSFORMERS))} or newer, "
-            f"not {found}; run pip install --upgrade 'atomtrain[hf]'"
+            f"reading {what} needs transformers {'.'.join(map(str, least))} or newer, not {found}; "
+            f"run pip install --upgrade 'atomtrain[{extra}]'"
         )
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -22,14 +22,15 @@ from torch import Tensor
 
 from atomtrain.errors import ConfigError, DataError
 from atomtrain.models.confined import confined
+from atomtrain.models.hugging_face import HuggingFaceConfig, require_transformers
 from atomtrain.models.image_text import KINDS, PREPROCESSOR_FILE, PROCESSOR_FILE
 from atomtrain.models.processor_files import MOST_RESIZED_PIXELS, kept_settings, kept_tokens
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from atomtrain.models.hugging_face import HuggingFaceConfig
-
+LEAST_FOR_IMAGES = (5, 20)
+"""As the extra `images` asks for."""
 _PIXTRAL = "transformers.models.pixtral.image_processing_pixtral"
 _VIDEOS = "video_processor"
 """A processor's last part, if it has one."""
@@ -64,9 +65,11 @@ class Processor:
             tokenizer: Content of its tokenizer.json.
 
         Raises:
-            ConfigError: the model has none, or it cannot be made; or Pillow is missing.
+            ConfigError: the model has none, or it cannot be made; or Pillow is
+                missing, or transformers too old.
         """
         require_pillow()
+        require_transformers("images", LEAST_FOR_IMAGES, "images")
         self._made = _made(sizes, tokenizer, self._check_tokens)
         kind = KINDS[sizes.config["model_type"]]
         self.types, self.alike = kind.types, kind.alike
@@ -279,9 +282,11 @@ def _published(name: str) -> Any:
     from transformers.models.pixtral import image_processing_pil_pixtral
 
     if name == "PixtralProcessor" and find_spec("torchvision") is None:
-        sys.modules.setdefault(_PIXTRAL, image_processing_pil_pixtral)
-        from transformers.models.pixtral.processing_pixtral import PixtralProcessor
-
+        sys.modules[_PIXTRAL] = image_processing_pil_pixtral
+        try:
+            from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+        finally:
+            del sys.modules[_PIXTRAL]  # others shall be told what they lack
         return PixtralProcessor
     return processing_auto.processor_class_from_name(name)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
 
 from atomtrain.analysis import chain_of
-from atomtrain.analysis.export.conditions import CPU
+from atomtrain.analysis.export.conditions import CPU, only_torch_draws
 from atomtrain.errors import AnalysisError
 from tests.golden.models.test_any_model import adamw, check
 from tests.support.any_models import _GROUPED, VOCABULARY, Case, _language_model
@@ -257,10 +257,16 @@ def _of_another_thread() -> float:
 
 @pytest.mark.parametrize(
     "draw",
-    [lambda: random.uniform(1, 2), lambda: random.choice([1.0, 2.0])],
-    ids=["uniform", "choice"],
+    [
+        lambda: random.uniform(1, 2),
+        lambda: random.choice([1.0, 2.0]),
+        lambda: random.gauss(1, 2),
+        random.random,
+    ],
+    ids=["uniform", "choice", "gauss", "imported by name"],
 )
 def test_random_numbers_of_python_are_refused(draw: Callable[[], float]) -> None:
+    random.gauss(1, 2)  # leaves a second number for the next call
     state = random.getstate()
     with pytest.raises(AnalysisError, match="draws random numbers of Python, which would be"):
         chain_of(_Noisy(draw), {"rows": torch.randn(2, 3)})
@@ -281,3 +287,20 @@ def test_others_may_draw_meanwhile() -> None:
     chain_of(_Noisy(draw), {"rows": torch.randn(2, 3)})
     assert drawn[:2] == expected[: len(drawn)]
     assert drawn
+
+
+def test_models_may_be_traced_in_several_threads() -> None:
+    usual, noted = random.random, list[bool]()
+
+    def draw() -> float:
+        noted.append(random.random is not usual)
+        return 1.0
+
+    with ThreadPoolExecutor(4) as pool:
+        batch = {"rows": torch.randn(2, 3)}
+        for made in [pool.submit(chain_of, _Noisy(draw), batch) for _ in range(8)]:
+            made.result()
+    assert all(noted)
+    with only_torch_draws(), only_torch_draws():
+        assert random.random is not usual
+    assert random.random is usual

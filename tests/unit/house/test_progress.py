@@ -63,6 +63,7 @@ def test_each_item_counts_when_it_is_done(told: queue.Queue[str]) -> None:
             wait_for(told, "judging: " if number == "a" else "of 4 texts")
     *_, last = told.queue
     assert last == ""
+    assert list(each("judging", iter("ab"), "texts")) == ["a", "b"], "nobody knows how many come"
 
 
 def test_the_part_is_told_in_place_of_the_whole(told: queue.Queue[str]) -> None:

@@ -115,6 +115,10 @@ def test_the_workflow_tests_each_python_and_the_oldest_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     (oldest,) = [one for one in project["dependencies"] if one.startswith("torch>=")]
     assert oldest.removeprefix("torch>=") + ".*" in [job["torch"] for job in matrix["include"]]
+    assert {axis for job in matrix["include"] for axis in job} <= set(matrix)
+    plain = {key: values for key, values in matrix.items() if key != "include"}
+    changed = [job for job in matrix["include"] if all(job[key] in plain[key] for key in job)]
+    assert not changed, "GitHub would put its values into a job that is there"
     [others] = [job["others"] for job in matrix["include"] if "==" in job.get("others", "")]
     least = {one.replace("==", ">=").removesuffix(".*") for one in others.split()}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]

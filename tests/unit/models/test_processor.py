@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,9 @@ from PIL import Image
 from atomtrain.data.tokenizer import read_tokenizer
 from atomtrain.errors import ConfigError, DataError
 from atomtrain.models.hugging_face import HuggingFaceConfig, read_config
-from atomtrain.models.processor import Processor
+from atomtrain.models.processor import LEAST_FOR_IMAGES, Processor
 from atomtrain.models.processor_files import kept_tokens
+from tests.support import ROOT
 from tests.support.vision_folders import FAMILIES, write_vision
 
 
@@ -162,3 +166,23 @@ def test_a_package_that_a_processor_lacks_is_told(
     monkeypatch.setattr(module, None)
     with pytest.raises(ConfigError, match=r"needs more: .*pip install num2words"):
         processor_of(folders / "smolvlm")
+
+
+def test_who_needs_torchvision_is_told_so_beside_pixtral(folders: Path) -> None:
+    if find_spec("torchvision") is not None:
+        pytest.skip("torchvision is there")
+    processor_of(folders / "mistral3")
+    with pytest.raises(ModuleNotFoundError, match="torchvision"):
+        import_module("transformers.models.pixtral.image_processing_pixtral")
+
+
+def test_an_older_transformers_is_refused_in_one_line(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.__version__", "5.19.1")
+    told = r"reading images needs transformers 5\.20 or newer, not 5\.19\.1; .*atomtrain\[images\]"
+    with pytest.raises(ConfigError, match=told):
+        processor_of(folders / "gemma3")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    least = ".".join(map(str, LEAST_FOR_IMAGES))
+    assert f"transformers>={least}" in project["optional-dependencies"]["images"]

@@ -140,6 +140,9 @@ def test_options_may_be_written_as_other_tools_write_them() -> None:
     assert (options.learning_rate, options.packing, options.plain) == (1e-4, True, True)
     assert (options.compile, options.clip_norm) == (False, 2.0)
     assert not options_of(["--plain", "--plain", "False"]).plain
+    assert options_of(["--data", "a_b=True", "--run=x_True"]).data == ("a_b=True",)
+    with pytest.raises(ConfigError, match="no recipe '--local_steps'"):
+        options_of(["--", "--local_steps"])
 
 
 def test_a_part_of_the_steps_to_warm_up_in(tmp_path: Path) -> None:
@@ -153,6 +156,10 @@ def test_a_part_of_the_steps_to_warm_up_in(tmp_path: Path) -> None:
     options = options_of([str(path), "--epochs", "2", "--warmup-ratio", "0.2"])
     assert (options.steps, options.warmup_steps) == (None, None)
     assert (options.epochs, options.warmup_ratio) == (2.0, 0.2)
+    path.write_text("model: tiny\nepochs: 2\nwarmup-ratio: 0.2\n")
+    for begun in ("--run mine --resume", "--join mine@/ip4/192.0.2.1/tcp/1/p2p/a"):
+        options = options_of([str(path), *begun.split()])
+        assert (options.epochs, options.warmup_ratio) == (None, None), "the run has its own"
 
 
 @pytest.mark.slow

@@ -30,6 +30,8 @@ MANUAL = "or give the layers by hand: layers=['path.of.module', ...]"
 _GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROW_BYTES = 16
 """Rows of grouped products begin at multiples of it, those of the result too."""
+_TRACING = threading.RLock()
+"""Held while a model is traced, which exchanges functions of the whole process."""
 
 
 class Way(NamedTuple):
@@ -62,22 +64,24 @@ def ways_to_trace(device: torch.device) -> list[Way]:
 def only_torch_draws() -> Iterator[None]:
     """Refuse forward to draw random numbers of Python or NumPy: all steps would have the same.
 
-    Their generators are left as they were. Other threads may draw Python's meanwhile.
+    Their generators are left as they were. Other threads may draw Python's meanwhile, and wait to
+    trace models of their own.
 
     Raises:
         AnalysisError: it draws some.
     """
-    arrays = np.random.get_state(legacy=False)
     drawn = []
-    try:
-        with _python_noted() as python:
-            yield
-        if python:
-            drawn.append("Python")
-        if _words(np.random.get_state(legacy=False)) != _words(arrays):
-            drawn.append("NumPy")
-    finally:
-        np.random.set_state(arrays)
+    with _TRACING:
+        arrays = np.random.get_state(legacy=False)
+        try:
+            with _python_noted() as python:
+                yield
+            if python:
+                drawn.append("Python")
+            if _words(np.random.get_state(legacy=False)) != _words(arrays):
+                drawn.append("NumPy")
+        finally:
+            np.random.set_state(arrays)
     if drawn:
         raise AnalysisError(
             f"forward draws random numbers of {' and '.join(drawn)}, which would be the same in "
@@ -89,12 +93,13 @@ def only_torch_draws() -> Iterator[None]:
 @contextmanager
 def _python_noted() -> Iterator[list[str]]:
     """Yield a list of what this thread draws from Python's generator, from one of its own."""
-    shared, me = cast(random.Random, random.random.__self__), threading.get_ident()  # type: ignore[attr-defined]
-    own, drawn = random.Random(0), list[str]()
+    shared = cast(random.Random, random.seed.__self__)  # type: ignore[attr-defined]
+    me, own, drawn, others = threading.get_ident(), random.Random(0), list[str](), list[str]()
 
     def noted(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
         def draw(*args: Any) -> Any:
             if threading.get_ident() != me:
+                others.append(name)
                 return usual(*args)
             drawn.append(name)
             return getattr(own, name)(*args)
@@ -102,13 +107,20 @@ def _python_noted() -> Iterator[list[str]]:
         return draw
 
     with ExitStack() as stack:
+
+        def instead(holder: Any, name: str, value: Any) -> None:
+            stack.callback(setattr, holder, name, getattr(holder, name))
+            setattr(holder, name, value)
+
+        instead(shared, "gauss_next", None)  # would be returned without a draw
         for name in ("random", "getrandbits"):  # all other methods call these
-            usual = getattr(random, name)
-            stack.callback(setattr, random, name, usual)
-            stack.callback(delattr, shared, name)
             for holder in (random, shared):
-                setattr(holder, name, noted(name, usual))
+                instead(holder, name, noted(name, getattr(holder, name)))
+        before = shared.getstate()
         yield drawn
+        if not drawn and not others and shared.getstate() != before:
+            shared.setstate(before)
+            drawn.append("random")  # by a name of before, as `from random import random` makes
 
 
 def _words(state: Any) -> tuple[Any, ...]:

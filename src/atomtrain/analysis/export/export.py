@@ -221,8 +221,8 @@ def _program(
     state = torch.get_rng_state()
     try:
         with (
-            torch.set_grad_enabled(grad), quiet(), without_collector(), seeming_on(device),
-            functions.noted(), only_torch_draws(),
+            only_torch_draws(), torch.set_grad_enabled(grad), quiet(), without_collector(),
+            seeming_on(device), functions.noted(),
         ):  # fmt: skip
             return torch.export.export(recorded, tuple(given), strict=False)
     finally:

@@ -162,8 +162,6 @@ def _read(path: Path) -> dict[str, Any]:
 def _typed(path: Path, name: str, value: Any) -> Any:
     """Return a value in its type; YAML reads `2e-4` as text."""
     kind = KINDS.get(name) or _SAME.get(name) or _NUMBERS[name]
-    if kind is bool and value == "auto":
-        return False  # what the machine can do is found out anyway
     try:
         if (kind is bool) != isinstance(value, bool) or isinstance(value, list | Mapping):
             raise ValueError
@@ -191,6 +189,9 @@ def _take_out(said: dict[str, Any], left_out: list[str]) -> None:
     for name in ("eval_steps", "save_steps"):
         if _is_share(said.get(name)):
             left_out.append(f"{name}: {said.pop(name)}: a part of all steps; give a number of them")
+    for name, kind in {**KINDS, **_SAME}.items():
+        if kind is bool and said.get(name) == "auto":  # what the machine can do is found out anyway
+            del said[name]
     if said.get("max_steps") in (-1, 0):  # as many as the epochs have
         del said["max_steps"]
     for name in ("num_epochs", "num_train_epochs"):
@@ -208,7 +209,14 @@ def _is_share(value: Any) -> bool:
 
 def _adapters(path: Path, said: Mapping[str, Any], left_out: list[str]) -> dict[str, str]:
     kind = said.get("adapter", said.get("finetuning_type"))
+    if kind is None and said.keys() & {"lora_rank", "lora_target"}:
+        kind = "lora"  # LLaMA-Factory's default
     if kind is None or kind == "full":
+        left_out += [
+            f"{name}: {shown(said[name])}: it is for adapters, and none are asked for"
+            for name in ("lora_r", "load_in_4bit", "load_in_8bit", "quantization_bit")
+            if said.get(name)
+        ]
         return {}
     if kind not in _ADAPTERS:
         left_out.append(f"the adapter {shown(kind)} has no counterpart; ATOM has lora")

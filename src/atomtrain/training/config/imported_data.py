@@ -97,16 +97,17 @@ def _of_axolotl(said: Mapping[str, Any], key: str, left_out: list[str]) -> Itera
             for name, value in known.items()
             if (why := _unused(str(name), value))
         ]
-        files, is_folder = _files(known.get("data_files")), Path(path).is_dir()
+        split, rows, _ = str(known.get("split") or "train").partition("[")
+        files, is_folder = _files(known.get("data_files"), split), Path(path).is_dir()
         if files and path not in _LOADERS and not is_folder:
             left_out.append(f"{key}: data_files of {path}: all its files are taken")
             files = []
-        if files:
-            yield ",".join(str(Path(path, file)) if is_folder else file for file in files)
-        elif _is_file(path):
-            yield path
-        else:
+        if not files and not _is_file(path):
             yield _named(path, known.get("name"), known.get("split"))
+            continue
+        if rows:
+            left_out.append(f"{key}: split of {path}: all rows are taken")
+        yield ",".join(str(Path(path, file)) if is_folder else file for file in files) or path
 
 
 def _is_file(path: str) -> bool:
@@ -127,10 +128,10 @@ def _unused(name: str, value: Any) -> str:
     return f"{shown(value)} has no counterpart"
 
 
-def _files(given: Any) -> list[str]:
-    """Return the names of files: of one, of several, or by split, of which the first counts."""
+def _files(given: Any, split: str) -> list[str]:
+    """Return the names of files: of one, of several, or by split, of which the first may do."""
     if isinstance(given, Mapping):
-        given = next(iter(given.values()), None)
+        given = given.get(split, next(iter(given.values()), None))
     return (
         [str(file) for file in given] if isinstance(given, list) else [str(given)] if given else []
     )

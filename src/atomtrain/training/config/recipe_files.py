@@ -34,6 +34,8 @@ _INSTEAD = {
     "warmup_ratio": "warmup_steps",
 }
 """What a file says is not meant any more where the command line says the other."""
+_OF_NEW_RUNS = ("epochs", "warmup_ratio")
+"""What a file says is not meant where the command line resumes or joins: that run has its own."""
 
 
 class RecipeFile(NamedTuple):
@@ -132,7 +134,12 @@ def options_with(recipe: RecipeFile, given: Mapping[str, Any]) -> TrainOptions:
     Raises:
         RecipeFileError: values that cannot be, one line for each, with its place in the file.
     """
-    kept = {k: v for k, v in recipe.values.items() if _INSTEAD.get(k) not in given}
+    begun = given.get("resume") or given.get("join")
+    kept = {
+        name: value
+        for name, value in recipe.values.items()
+        if _INSTEAD.get(name) not in given and not (begun and name in _OF_NEW_RUNS)
+    }
     values = {**kept, **given}
     mistakes: list[str] = []
     while True:

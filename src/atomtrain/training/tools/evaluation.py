@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,7 +110,7 @@ def evaluate(
     _warn_of(text)
     objective = NextToken() if isinstance(sizes, HuggingFaceConfig) else OwnLoss()
     total, targets, count = 0.0, 0, 0
-    batches = list(text.material.held_out(context, 1, sequences))
+    batches = counted_unless_large(text.material.held_out(context, 1, sequences))
     for batch in each(_WHAT, batches, "sequences"):
         loss, counted = _summed(trained.model, objective.inputs(batch), batch)
         total, targets, count = total + loss, targets + counted, count + len(batch.inputs)
@@ -118,6 +119,14 @@ def evaluate(
     assert bits is not None
     perplexity = math.exp(min(loss, _MOST_LOSS))
     return Evaluation(loss, perplexity, bits, targets, count, context)
+
+
+def counted_unless_large(batches: Iterator[Batch]) -> Iterable[Batch]:
+    """Return batches as a list; but those with images, which are large, one after the other."""
+    first = list(itertools.islice(batches, 1))
+    if first and first[0].images is not None:
+        return itertools.chain(first, batches)
+    return [*first, *batches]
 
 
 def _warn_of(text: Text) -> None:
