@@ -145,12 +145,15 @@ def be_honest_until(peers: list[SimulatedPeer], until_s: Callable[[], float]) ->
         service, store = peer.service, peer.service.context.mailbox.store
         send = service._donations.send
 
-        async def give(channel: Channel, ask: AskAnchor, _: Anchor) -> None:
+        async def give(channel: Channel, ask: AskAnchor, anchor: Anchor) -> None:
             lies = asyncio.get_running_loop().time() >= until_s()
             await send(channel, ask, false if lies else true)
 
+        def had(fragment: int, stamp: Stamp) -> bool:
+            return stamp in (true.stamp, false.stamp)
+
         service._donations.send = give  # type: ignore[method-assign]
-        store.had = lambda _, stamp: stamp in (true.stamp, false.stamp)  # type: ignore[method-assign]
+        store.had = had  # type: ignore[method-assign]
 
     for peer in peers:
         spoil(peer)
