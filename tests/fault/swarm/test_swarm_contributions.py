@@ -3,8 +3,8 @@
 One of four lies, and two of eight. `pytest -m matrix` runs all; a few run always.
 
 Without any defence a constant, -9 times the change, and a million times the tokens would show in
-the loss. The others end near the same loss by a plain mean, too: of those the tests show that rounds
-go on, and that nobody honest is rejected.
+the loss. The others end near the same loss by a plain mean, too: of those the tests show that
+rounds go on, and that nobody honest is rejected.
 """
 
 from __future__ import annotations
