@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.anchors.anchors import Anchor, digest_of
 from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.catchup import vouching
 from atomtrain.swarm.membership.records import PeerRecord
 from atomtrain.swarm.transport.messages import AskAnchor, AskKnown, Message
 from atomtrain.swarm.transport.transport import Channel
@@ -277,6 +279,21 @@ def test_liars_that_tell_the_truth_at_first_are_not_believed_for_it() -> None:
         assert any(store.had(0, got.stamp) for store in stores)
 
     run_virtual(scenario)
+
+
+def test_of_those_who_are_asked_most_were_not_met_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liars can come in numbers, too."""
+    monkeypatch.setattr("random.sample", lambda those, count: list(those)[:count])
+    strangers, met = ([f"{kind}{n}" for n in range(20)] for kind in ("stranger", "met"))
+    context: Any = SimpleNamespace(roster=SimpleNamespace(met=met.__contains__))
+
+    def asked(*names: str) -> list[str]:
+        records: Any = [SimpleNamespace(peer_id=name) for name in names]
+        return [record.peer_id for record in vouching._chosen(context, records)]
+
+    assert asked(*strangers, *met) == [*met[:7], *strangers[:9]]
+    assert asked(*met) == met[:16]
+    assert asked(*met[:2], strangers[0]) == [*met[:2], strangers[0]]
 
 
 def test_who_answers_nothing_does_not_hold_a_newcomer_at_each_fragment() -> None:
