@@ -1,6 +1,10 @@
 """Members contribute otherwise than they learn: the others learn as if they were not there.
 
 One of four lies, and two of eight. `pytest -m matrix` runs all; a few run always.
+
+Without any defence a constant, -9 times the change, and a million times the tokens would show in
+the loss. The others end near the same loss by a plain mean, too: of those the tests show that
+rounds go on, and that nobody honest is rejected.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from tests.support.waiting import wait_until
 _SETTINGS = {
     "elements": [ELEMENTS], "expiry_s": 6.0, "round_floor_s": 2.0, "group_size": 0,
 }  # fmt: skip
-_ALWAYS = {("sign flipped", 4), ("next to nothing", 4), ("a million times the tokens", 4)}
+_ALWAYS = {("-9 times", 4), ("next to nothing", 4), ("a million times the tokens", 4)}
 _ROUNDS, _DRIFT_ROUNDS = 12, 100
 _STATES = 10
 """Whose median is the loss at the end."""

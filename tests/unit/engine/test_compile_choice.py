@@ -27,7 +27,7 @@ from atomtrain.engine.calibration.profiling import Profile
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.execution.compiled import compiled
 from atomtrain.engine.options import Options
-from atomtrain.errors import ConfigError, PlanError
+from atomtrain.errors import ConfigError, DeviceMemoryError, PlanError
 from tests.unit.analysis.test_profile import parts, small_gpt
 
 CARD: Any = SimpleNamespace(torch_device=torch.device("cuda", 0), name="a card")
@@ -177,6 +177,8 @@ def test_another_model_is_measured_for_itself(device: Any, tmp_path: Path) -> No
     [
         (ConfigError("layer 'x' cannot be compiled"), "layer 'x' cannot be compiled", True),
         (PlanError("layer 'x' takes 2 GiB; raise it"), "layer 'x' takes 2 GiB; raise it", False),
+        (DeviceMemoryError("the GPU has no 2 GiB left"), "the GPU has no 2 GiB left", False),
+        (torch.OutOfMemoryError("no 2 GiB."), "OutOfMemoryError: no 2 GiB", False),
         (RuntimeError("no ptxas.\nand much more"), "RuntimeError: no ptxas", True),
     ],
 )

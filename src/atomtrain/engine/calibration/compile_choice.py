@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import torch
+
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.costs.profile import LayerTime
 from atomtrain.analysis.layers.chain import Chain
@@ -39,6 +41,8 @@ LEAST_SPEED_RATIO = 1.05
 TRIED_ON = frozenset(GPU_KINDS)
 """Types of devices on which `auto` tries to compile. On a processor it takes half a minute, and the
 bits would no more be those of an ordinary loop."""
+_NO_MEMORY = (PlanError, MemoryError, torch.OutOfMemoryError)
+"""Other programs may leave more the next time."""
 _AT_AN_EARLIER_START = "at an earlier start; --profile-again tries anew"
 _logger = logging.getLogger(__name__)
 
@@ -129,7 +133,7 @@ def faster_of(
     except Exception as error:  # noqa: BLE001 (a compiler may raise anything, and none is needed)
         device.trim()
         choice = _failed(error)
-        if not isinstance(error, PlanError):  # other programs may leave more memory
+        if not isinstance(error, _NO_MEMORY):
             with _changed(cache):
                 cache.put_compile_failure(key, choice.why)
         return plain, choice

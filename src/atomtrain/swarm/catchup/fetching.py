@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ _HALVINGS = 3
 """Who could not tell asks for half as long for the next anchor, so often at most: else peers that
 answer nothing would hold a newcomer for the same time at each fragment."""
 _DOUBTFUL = 4
-"""Donors that are tried then, with what others say who answer."""
+"""Donors that are tried then at a time, with what others say who answer."""
 _PIECE_BYTES = 1 << 20
 _EACH = 8
 """Who fetches asks one peer for seven at most."""
@@ -266,7 +266,7 @@ class Fetcher:
                     if fragment in self._partial:
                         until_s = loop.time() + patience_s
             if unvouched and loop.time() >= sure_until_s:
-                doubtful = await self._fetch_doubtful(fragment, first, unvouched)
+                doubtful = await self._fetch_doubtful(fragment, first, unvouched, until_s)
                 if doubtful is not None:
                     return doubtful
             run = self._context.config.run
@@ -286,22 +286,39 @@ class Fetcher:
             self._context.roster.update(await self._context.directory.records())
 
     async def _fetch_doubtful(
-        self, fragment: int, first: Collection[str], unvouched: Mapping[str, NotVouched]
+        self,
+        fragment: int,
+        first: Collection[str],
+        unvouched: dict[str, NotVouched],
+        until_s: float,
     ) -> Fetched | None:
-        """Return what most of those have had who answer, else what the likeliest donor gives.
+        """Return what most of those have had who answer, or, once no donor is left that has not
+        been tried so, or it is `until_s`, what the likeliest one gives.
 
         What a donor gave before it may not give again, so others are asked once more.
         """
+        loop = asyncio.get_running_loop()
 
-        def lead(donor: str) -> int:
-            return unvouched[donor].lead if donor in unvouched else 0
+        def likeliest() -> list[str]:
+            donors = self._donors(fragment, first)
+            leads = {donor: error.lead for donor, error in unvouched.items()}
+            return sorted(donors, key=lambda donor: -leads.get(donor, 0))
 
-        donors = sorted(self._donors(fragment, first), key=lambda donor: -lead(donor))
-        tries = [(donor, Silence.NOTHING) for donor in donors[:_DOUBTFUL]]
-        for donor, silence in [*tries, *((donor, None) for donor in donors[:1])]:
+        def untried() -> list[str]:
+            return [donor for donor in likeliest()
+                    if donor not in unvouched or not unvouched[donor].by_answers]  # fmt: skip
+
+        def tries() -> Iterator[tuple[str, Silence | None]]:
+            for donor in untried()[:_DOUBTFUL]:
+                yield donor, Silence.NOTHING
+            if not untried() or loop.time() >= until_s:
+                yield from ((donor, None) for donor in likeliest()[:1])
+
+        for donor, silence in tries():
             try:
                 fetched = await self.fetch_from(donor, fragment, silence=silence)
             except NotVouched as error:
+                unvouched[donor] = error
                 _log.info("fetching fragment %d: %s", fragment, error)
             except (LinkLost, BadMessage) as error:
                 self._failed(donor, fragment, error)

@@ -41,10 +41,12 @@ class Silence(Enum):
 class NotVouched(BadMessage):
     """A donor gives an anchor that too few others say they have had."""
 
-    def __init__(self, why: str, having: int, without: int) -> None:
+    def __init__(self, why: str, having: int, without: int, silence: Silence) -> None:
         """So many say that they have had it, the donor included, and so many that they have not."""
         super().__init__(why)
         self.lead = having - without
+        self.by_answers = silence is Silence.NOTHING
+        """Whether the answers alone say so."""
 
 
 class _Answer(Enum):
@@ -98,6 +100,7 @@ async def check_vouched(
         f"{donor[-8:]} gives, and {silent} have not answered",
         having,
         without,
+        silence,
     )
 
 

@@ -7,6 +7,8 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.anchors.anchors import Anchor, digest_of
 from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.catchup import vouching
 from atomtrain.swarm.membership.records import PeerRecord
 from atomtrain.swarm.transport.messages import AskAnchor, AskKnown, Message
 from atomtrain.swarm.transport.transport import Channel
@@ -126,6 +129,50 @@ def mute(peer: SimulatedPeer, until_s: Callable[[], float] = lambda: math.inf) -
     peer.service._answer_question = hang  # type: ignore[method-assign]
 
 
+def make_up(simulation: Simulation, ghosts: int) -> None:
+    """Write records of peers that are not there."""
+    service, table = simulation.peers["a"].service, simulation.network.table("a")
+    for number in range(ghosts):
+        ghost = f"ghost{number}"
+        false = replace(service.own_record(), peer_id=ghost, addresses=())
+        table[ghost] = (service.context.admission.seal(false.encode()), math.inf)
+
+
+def be_honest_until(peers: list[SimulatedPeer], until_s: Callable[[], float]) -> None:
+    """Have peers give what everybody has had, and speak for that alone; lie from that time on."""
+    true = peers[0].service.context.mailbox.store.anchor(0)
+    false = forged(true)
+
+    def spoil(peer: SimulatedPeer) -> None:
+        service, store = peer.service, peer.service.context.mailbox.store
+        send = service._donations.send
+
+        async def give(channel: Channel, ask: AskAnchor, anchor: Anchor) -> None:
+            lies = asyncio.get_running_loop().time() >= until_s()
+            await send(channel, ask, false if lies else true)
+
+        def had(fragment: int, stamp: Stamp) -> bool:
+            return stamp in (true.stamp, false.stamp)
+
+        service._donations.send = give  # type: ignore[method-assign]
+        store.had = had  # type: ignore[method-assign]
+
+    for peer in peers:
+        spoil(peer)
+
+
+def reach_slowly(peer: SimulatedPeer, names: str) -> None:
+    """Have a peer wait a second before it finds that those so named are not there."""
+    transport = peer.service.context.transport
+    open_stream = transport.open
+
+    async def opened(peer_id: str, *given: Any, **more: Any) -> Channel:
+        await asyncio.sleep(1.0 if peer_id.startswith(names) else 0.0)
+        return await open_stream(peer_id, *given, **more)
+
+    transport.open = opened  # type: ignore[method-assign]
+
+
 async def joined(simulation: Simulation, number: int, failed: tuple[str, ...] = ()) -> list[Anchor]:
     """Return what one newcomer gets, all of whose fetches ask the liars first.
 
@@ -201,11 +248,7 @@ def test_peers_that_are_not_there_keep_no_newcomer_from_what_the_others_have(
         simulation = await swarm(HONEST, LIARS[:1])
         Liars([simulation.peers[LIARS[0]]], the_lower_hash)
         await asyncio.sleep(2)
-        service, table = simulation.peers["a"].service, simulation.network.table("a")
-        for number in range(200):
-            ghost = f"ghost{number}"
-            false = replace(service.own_record(), peer_id=ghost, addresses=())
-            table[ghost] = (service.context.admission.seal(false.encode()), math.inf)
+        make_up(simulation, 200)
         stores = [simulation.peers[name].service.context.mailbox.store for name in HONEST]
         for number in range(4):
             for fragment, anchor in enumerate(await joined(simulation, number)):
@@ -214,6 +257,43 @@ def test_peers_that_are_not_there_keep_no_newcomer_from_what_the_others_have(
     with caplog.at_level(logging.WARNING):
         run_virtual(scenario)
     assert "could not tell whose is right" in caplog.text
+
+
+def test_liars_that_tell_the_truth_at_first_are_not_believed_for_it() -> None:
+    """As many as are asked again at a time, of whom more speak well than of the others."""
+    liars = ("liar1", "liar2", "liar3", "liar4")
+
+    async def scenario() -> None:
+        simulation = await swarm((*HONEST, "d", "e", "f"), liars)
+        loop = asyncio.get_running_loop()
+        honest_until_s = math.inf
+        be_honest_until([simulation.peers[name] for name in liars], lambda: honest_until_s)
+        make_up(simulation, 200)
+        late = SimulatedPeer(simulation, "late", 0.5)
+        reach_slowly(late, "ghost")
+        await late.service.start()
+        await asyncio.sleep(0.5)
+        honest_until_s = loop.time() + 10.0  # as long as it asks who has had it, too
+        got = (await late.service.fetcher.fetch(0, 20.0, liars)).anchor
+        stores = [simulation.peers[name].service.context.mailbox.store for name in HONEST]
+        assert any(store.had(0, got.stamp) for store in stores)
+
+    run_virtual(scenario)
+
+
+def test_of_those_who_are_asked_most_were_not_met_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liars can come in numbers, too."""
+    monkeypatch.setattr("random.sample", lambda those, count: list(those)[:count])
+    strangers, met = ([f"{kind}{n}" for n in range(20)] for kind in ("stranger", "met"))
+    context: Any = SimpleNamespace(roster=SimpleNamespace(met=met.__contains__))
+
+    def asked(*names: str) -> list[str]:
+        records: Any = [SimpleNamespace(peer_id=name) for name in names]
+        return [record.peer_id for record in vouching._chosen(context, records)]
+
+    assert asked(*strangers, *met) == [*met[:7], *strangers[:9]]
+    assert asked(*met) == met[:16]
+    assert asked(*met[:2], strangers[0]) == [*met[:2], strangers[0]]
 
 
 def test_who_answers_nothing_does_not_hold_a_newcomer_at_each_fragment() -> None:
