@@ -89,16 +89,6 @@ def test_the_others_learn_as_if_it_were_not_there(
         assert judged <= false, "nobody honest was rejected"
 
 
-def test_two_of_four_that_send_next_to_nothing_do_not_push_the_others_out(
-    peers: list[PeerProcess], tmp_path: Path
-) -> None:
-    honest, _ = _learn(peers, 4, 2, tmp_path / "begin", "next to nothing")
-    _wait_together(honest, 2 * _ROUNDS)
-    for peer in honest:
-        judged = {text[:8] for said in peer.lines("round") for text in said["rejected"]}
-        assert judged.isdisjoint(one.peer_id[-8:] for one in honest)
-
-
 @pytest.mark.matrix
 def test_by_a_plain_mean_they_would_not(peers: list[PeerProcess], tmp_path: Path) -> None:
     honest, _ = _learn(peers, 4, 1, tmp_path / "begin", "a million times the tokens", mean="plain")
