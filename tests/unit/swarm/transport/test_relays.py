@@ -356,7 +356,7 @@ class Hidden(Simulation):
         self.hidden: set[str] = set()
         self.network.hidden = self.hidden
 
-    async def enter(self, key: Identity, *, hidden: bool = False, **config: object) -> str:
+    async def come(self, key: Identity, *, hidden: bool = False, **config: object) -> str:
         if hidden:
             self.hidden.add(key.peer_id)
         await self.add(key.peer_id, 0.5, **config)  # type: ignore[arg-type]
@@ -389,8 +389,8 @@ class Hidden(Simulation):
 def test_peers_that_cannot_dial_each_other_average_through_a_relay() -> None:
     async def scenario() -> None:
         swarm = Hidden()
-        public = await swarm.enter(KEYS[0])
-        hidden = [await swarm.enter(key, hidden=True) for key in KEYS[1:3]]
+        public = await swarm.come(KEYS[0])
+        hidden = [await swarm.come(key, hidden=True) for key in KEYS[1:3]]
         await swarm.averaged(public, *hidden)
         await swarm.relayed({public}, *hidden)
         await swarm.relayed(set(), public)
@@ -401,7 +401,7 @@ def test_peers_that_cannot_dial_each_other_average_through_a_relay() -> None:
         shown = {p.peer_id: p.relays for p in swarm.peer(public).service.context.roster.statuses()}
         assert shown == {public: 0, hidden[0]: 1, hidden[1]: 1}
         # A newcomer that cannot be dialled, either: its donors may be those behind the relay.
-        newcomer = await swarm.enter(KEYS[3], hidden=True)
+        newcomer = await swarm.come(KEYS[3], hidden=True)
         await swarm.averaged(public, *hidden, newcomer)
         assert swarm.check_means() > 10
 
@@ -412,13 +412,13 @@ def test_peers_that_cannot_dial_each_other_average_through_a_relay() -> None:
 def test_a_relay_that_is_killed_is_replaced(seed: int) -> None:
     async def scenario() -> None:
         swarm = Hidden(seed)
-        public = [await swarm.enter(key) for key in KEYS[:2]]
-        hidden = [await swarm.enter(key, hidden=True) for key in KEYS[2:4]]
+        public = [await swarm.come(key) for key in KEYS[:2]]
+        hidden = [await swarm.come(key, hidden=True) for key in KEYS[2:4]]
         await swarm.averaged(*public, *hidden)
         await swarm.kill(public[seed % 2])
         left = public[1 - seed % 2]
         await swarm.averaged(left, *hidden)
-        third = await swarm.enter(KEYS[4])
+        third = await swarm.come(KEYS[4])
         await swarm.relayed({left, third}, *hidden)
         await swarm.kill(left)
         await swarm.averaged(third, *hidden)
@@ -430,14 +430,14 @@ def test_a_relay_that_is_killed_is_replaced(seed: int) -> None:
 def test_who_does_not_want_to_relay_does_not() -> None:
     async def scenario() -> None:
         swarm = Hidden()
-        unwilling = await swarm.enter(KEYS[0], relay_limit_bytes_per_s=0)
-        hidden = [await swarm.enter(key, hidden=True) for key in KEYS[1:3]]
+        unwilling = await swarm.come(KEYS[0], relay_limit_bytes_per_s=0)
+        hidden = [await swarm.come(key, hidden=True) for key in KEYS[1:3]]
         await asyncio.sleep(60)
         await swarm.relayed(set(), *hidden)
         for name in hidden:  # it still averages with those that it can be dialled by
             both = {unwilling, name}
             assert any(set(r.contributors) == both for r in swarm.peer(unwilling).reports)
-        willing = await swarm.enter(KEYS[3])
+        willing = await swarm.come(KEYS[3])
         await swarm.averaged(unwilling, willing, *hidden)
         await swarm.relayed({willing}, *hidden)
 
@@ -447,7 +447,7 @@ def test_who_does_not_want_to_relay_does_not() -> None:
 def test_who_refuses_to_relay_is_not_asked_all_the_time() -> None:
     async def scenario() -> None:
         swarm = Hidden()
-        unwilling = await swarm.enter(KEYS[0], relay_limit_bytes_per_s=0)
+        unwilling = await swarm.come(KEYS[0], relay_limit_bytes_per_s=0)
         relay, asked = swarm.peer(unwilling).service.context.routes.relay, []
         refusal = relay.refusal
 
@@ -456,7 +456,7 @@ def test_who_refuses_to_relay_is_not_asked_all_the_time() -> None:
             return refusal(remote, message, can_be_dialled=can_be_dialled)
 
         relay.refusal = counted  # type: ignore[method-assign]
-        await swarm.enter(KEYS[1], hidden=True)
+        await swarm.come(KEYS[1], hidden=True)
         await asyncio.sleep(60)
         assert 2 <= len(asked) <= 6
 
@@ -466,7 +466,7 @@ def test_who_refuses_to_relay_is_not_asked_all_the_time() -> None:
 def test_who_leaves_relays_for_nobody() -> None:
     async def scenario() -> None:
         swarm = Hidden()
-        public, other = await swarm.enter(KEYS[0]), await swarm.enter(KEYS[1])
+        public, other = await swarm.come(KEYS[0]), await swarm.come(KEYS[1])
         await asyncio.sleep(20)
         for state, why in ((LEFT, "it leaves the run"), (TRAINING, "")):
             swarm.peer(public).service.state = state
@@ -484,8 +484,8 @@ def test_who_leaves_relays_for_nobody() -> None:
 def test_when_no_relay_leads_to_a_peer_it_is_dialled_again() -> None:
     async def scenario() -> None:
         swarm = Hidden()
-        public = await swarm.enter(KEYS[0])
-        hidden, other = [await swarm.enter(key, hidden=True) for key in KEYS[1:3]]
+        public = await swarm.come(KEYS[0])
+        hidden, other = [await swarm.come(key, hidden=True) for key in KEYS[1:3]]
         await swarm.relayed({public}, hidden, other)
         await asyncio.sleep(10)
         context = swarm.peer(other).service.context
@@ -509,8 +509,8 @@ def test_when_no_relay_leads_to_a_peer_it_is_dialled_again() -> None:
 def test_who_some_cannot_dial_does_not_relay() -> None:
     async def scenario() -> None:
         swarm = Hidden()
-        await swarm.enter(KEYS[0])
-        public = await swarm.enter(KEYS[1])
+        await swarm.come(KEYS[0])
+        public = await swarm.come(KEYS[1])
         await asyncio.sleep(20)
         reach = swarm.peer(public).service._reach
         assert reach.can_be_dialled
@@ -535,14 +535,14 @@ def test_who_some_cannot_dial_does_not_relay() -> None:
 def test_one_that_lies_about_dialling_keeps_nobody_from_relaying() -> None:
     async def scenario() -> None:
         swarm = Hidden()
-        public = [await swarm.enter(key) for key in KEYS[:4]]
+        public = [await swarm.come(key) for key in KEYS[:4]]
         liar = public[3]
 
         async def fails(_: str) -> bool:
             return False
 
         swarm.peer(liar).service.context.transport.answers = fails  # type: ignore[method-assign]
-        hidden = [await swarm.enter(key, hidden=True) for key in KEYS[4:6]]
+        hidden = [await swarm.come(key, hidden=True) for key in KEYS[4:6]]
         await asyncio.sleep(90)  # what was said before is asked again
         assert all(not swarm.relays_of(name) for name in public)
         assert all(swarm.peer(name).service._reach.can_be_dialled for name in public)
@@ -554,8 +554,8 @@ def test_one_that_lies_about_dialling_keeps_nobody_from_relaying() -> None:
 def test_who_can_be_dialled_again_needs_no_relay() -> None:
     async def scenario() -> None:
         swarm = Hidden()
-        public = await swarm.enter(KEYS[0])
-        hidden = await swarm.enter(KEYS[1], hidden=True)
+        public = await swarm.come(KEYS[0])
+        hidden = await swarm.come(KEYS[1], hidden=True)
         await swarm.relayed({public}, hidden)
         swarm.hidden.clear()  # its owner forwards the port
         await swarm.relayed(set(), hidden, within_s=200)
@@ -567,7 +567,7 @@ def test_who_can_be_dialled_again_needs_no_relay() -> None:
 def test_only_ones_own_address_is_dialled() -> None:
     async def scenario() -> None:
         swarm = Hidden()
-        public, other = await swarm.enter(KEYS[0]), await swarm.enter(KEYS[1])
+        public, other = await swarm.come(KEYS[0]), await swarm.come(KEYS[1])
         context = swarm.peer(other).service.context
         for address in (f"memory/{public}", through(f"memory/{public}", other)):
             channel = await context.open(public)
