@@ -336,7 +336,8 @@ def _check_kind(kind: object, what: str) -> None:
             f"config.json of a causal language model, or one of {', '.join(PRESETS)}"
         )
     known = [*_causal_kinds(), *KINDS]
-    if kind not in known and kind in _image_kinds():
+    # Of some kinds the language model alone is known as a causal one, under another kind.
+    if kind in _WHY or (kind not in known and kind in _image_kinds()):
         raise ConfigError(
             f"{what} describes a model of type {kind!r}, which reads images and is not trained here"
             f"{_WHY.get(kind, '')}; of such models these are: {', '.join(KINDS)}"

@@ -229,8 +229,8 @@ def test_a_new_stream_that_takes_nothing_is_closed() -> None:
 def test_no_stream_to_a_member_or_its_relay_is_left_open() -> None:
     async def scenario() -> None:
         swarm = Hidden()
-        public = await swarm.enter(KEYS[0])
-        hidden = [await swarm.enter(key, hidden=True) for key in KEYS[1:3]]
+        public = await swarm.come(KEYS[0])
+        hidden = [await swarm.come(key, hidden=True) for key in KEYS[1:3]]
         await swarm.relayed({public}, *hidden)
         await asyncio.sleep(10)  # by then there is a new record of everybody
         context = swarm.peer(hidden[0]).service.context
@@ -345,7 +345,7 @@ def test_the_listener_outlives_a_lack_of_descriptors(monkeypatch: pytest.MonkeyP
 def test_one_peer_has_so_many_streams_and_no_more() -> None:
     async def scenario() -> None:
         swarm = Hidden()
-        public, other = await swarm.enter(KEYS[0]), await swarm.enter(KEYS[1])
+        public, other = await swarm.come(KEYS[0]), await swarm.come(KEYS[1])
         transport = swarm.peer(other).service.context.transport
         streams = [await transport.open(public) for _ in range(140)]  # and says nothing
         await asyncio.sleep(1)
@@ -364,7 +364,7 @@ def test_one_peer_has_so_many_streams_and_no_more() -> None:
 def test_a_member_that_talks_on_and_on_is_not_listened_to() -> None:
     async def scenario() -> None:
         swarm = Hidden()
-        context = swarm.peer(await swarm.enter(KEYS[0])).service.context
+        context = swarm.peer(await swarm.come(KEYS[0])).service.context
         await asyncio.sleep(5)
         mine, theirs = channel_pair("leader", "talker", 5.0)
 
@@ -389,10 +389,10 @@ def test_a_member_that_talks_on_and_on_is_not_listened_to() -> None:
 def test_a_relay_whose_address_no_record_can_hold_is_none() -> None:
     async def scenario() -> None:
         swarm = Hidden()
-        wordy, public = await swarm.enter(KEYS[0]), await swarm.enter(KEYS[1])
+        wordy, public = await swarm.come(KEYS[0]), await swarm.come(KEYS[1])
         swarm.peer(wordy).service.context.transport.address = f"memory/{'x' * 440}/{wordy}"
         await asyncio.sleep(10)
-        hidden = await swarm.enter(KEYS[2], hidden=True)
+        hidden = await swarm.come(KEYS[2], hidden=True)
         await swarm.relayed({public}, hidden)
         await asyncio.sleep(20)
         for other in (wordy, public):
@@ -409,7 +409,7 @@ def test_a_relay_whose_address_no_record_can_hold_is_none() -> None:
 def test_who_asks_to_be_dialled_is_dialled_once_at_a_time() -> None:
     async def scenario() -> None:
         swarm = Hidden()
-        public, other = await swarm.enter(KEYS[0]), await swarm.enter(KEYS[1])
+        public, other = await swarm.come(KEYS[0]), await swarm.come(KEYS[1])
         await asyncio.sleep(10)
         dialled: list[str] = []
 
