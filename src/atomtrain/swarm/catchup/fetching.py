@@ -1,4 +1,4 @@
-"""Anchors on their way, at both ends: sent to peers that ask, and fetched from several at once.
+"""Anchors are fetched from several peers at once.
 
 A fetch that is cut off keeps what has come. The next donor is asked for the rest if it holds the
 same anchor, which its hash shows; else for its own from the start. What is complete is checked
@@ -11,19 +11,19 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from atomtrain.errors import BadMessage, SwarmError
-from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, digest_of, joined_parts
+from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, digest_of
 from atomtrain.swarm.anchors.buffer_pool import pooled_empty
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.catchup.certifying import Certifier
+from atomtrain.swarm.catchup.donating import Partial
 from atomtrain.swarm.catchup.vouching import NotVouched, Silence, check_vouched
-from atomtrain.swarm.codecs.codec import all_finite, byte_view
+from atomtrain.swarm.codecs.codec import all_finite
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.roster import Holder
 from atomtrain.swarm.rounds.context import Context
@@ -39,9 +39,6 @@ _HALVINGS = 3
 answer nothing would hold a newcomer for the same time at each fragment."""
 _DOUBTFUL = 4
 """Donors that are tried then at a time, with what others say who answer."""
-_PIECE_BYTES = 1 << 20
-_EACH = 8
-"""Who fetches asks one peer for seven at most."""
 
 
 class NotCertified(BadMessage):
@@ -55,96 +52,6 @@ class Fetched(NamedTuple):
     received_bytes: int
     donor: str
     """Who gave the last of it."""
-
-
-@dataclass
-class Partial:
-    """What has come of an anchor so far."""
-
-    header: AnchorHeader
-    values: torch.Tensor
-    velocity: torch.Tensor | None
-    filled_bytes: int = 0
-
-    def missing(self) -> Iterator[memoryview]:
-        """Yield the pieces that are still to come; whoever fills one counts it."""
-        begin = 0
-        for tensor in (self.values, self.velocity):
-            if tensor is None:
-                continue
-            view = byte_view(tensor)
-            for start in range(0, len(view), _PIECE_BYTES):
-                piece = view[start : start + _PIECE_BYTES]
-                if begin + start >= self.filled_bytes:
-                    yield piece
-            begin += len(view)
-
-
-async def send_anchor(channel: Channel, ask: AskAnchor, anchor: Anchor) -> None:
-    """Answer `AskAnchor`."""
-    resumes = ask.digest == anchor.stamp.digest
-    parts = joined_parts(anchor.origin.parts)
-    members = sorted(frozenset().union(*(part.contributors for part in parts)))
-    header = AnchorHeader(
-        fragment=ask.fragment,
-        version=anchor.stamp.version,
-        tokens=anchor.stamp.tokens,
-        digest=anchor.stamp.digest,
-        start_bytes=ask.start_bytes if resumes else 0,
-        grouped=anchor.grouped,
-        round_id=anchor.origin.round_id,
-        members=tuple(members),
-        starts=tuple(part.span.start for part in parts),
-        stops=tuple(part.span.stop for part in parts),
-        contributors=tuple(
-            " ".join(str(i) for i, m in enumerate(members) if m in part.contributors)
-            for part in parts
-        ),
-        certificate=anchor.certificate,
-    )
-    await channel.send(header)
-    whole = Partial(header, anchor.values, anchor.velocity, header.start_bytes)
-    for piece in whole.missing():
-        await channel.send_bytes(piece)
-
-
-class Donations:
-    """Sends anchors, and bounds how much of them one peer can have kept here; on one event loop.
-
-    What is being sent stays in memory until it has gone, also when rounds have made others since: a
-    peer that fetches over a slow link would never end otherwise. Who asks for an anchor again and
-    again, and takes nothing, must not have all versions kept. So a peer is sent one anchor of each
-    fragment at a time; who asks anew has lost the last stream, and that one ends. Eight fragments
-    at once, at most.
-    """
-
-    def __init__(self) -> None:
-        """Send none yet."""
-        self._going: dict[str, dict[int, asyncio.Timeout]] = {}
-        """By peer and fragment: what ends the sending."""
-
-    async def send(self, channel: Channel, ask: AskAnchor, anchor: Anchor) -> None:
-        """Answer `AskAnchor`.
-
-        Raises:
-            BadMessage: as many are on their way to this peer as may be.
-            TimeoutError: the peer has asked for this fragment again, over another stream.
-            LinkLost: the stream is lost.
-        """
-        to = self._going.setdefault(channel.remote, {})
-        if (last := to.pop(ask.fragment, None)) is not None:
-            last.reschedule(asyncio.get_running_loop().time())
-        elif len(to) >= _EACH:
-            raise BadMessage("as many anchors are on their way as may be")
-        try:
-            async with asyncio.timeout(None) as going:
-                to[ask.fragment] = going
-                await send_anchor(channel, ask, anchor)
-        finally:
-            if to.get(ask.fragment) is going:
-                del to[ask.fragment]
-            if not to and self._going.get(channel.remote) is to:
-                del self._going[channel.remote]
 
 
 class Fetcher:

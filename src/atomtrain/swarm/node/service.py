@@ -17,7 +17,8 @@ from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor
 from atomtrain.swarm.anchors.trial import Refusal
 from atomtrain.swarm.catchup.certifying import send_certificates
-from atomtrain.swarm.catchup.fetching import Donations, Fetcher
+from atomtrain.swarm.catchup.donating import Donations
+from atomtrain.swarm.catchup.fetching import Fetcher
 from atomtrain.swarm.catchup.joining import send_manifest
 from atomtrain.swarm.catchup.repair import Repairer
 from atomtrain.swarm.catchup.vouching import send_known

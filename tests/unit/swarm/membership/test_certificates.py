@@ -23,7 +23,7 @@ from atomtrain.swarm.anchors.certificate import (
 )
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.catchup import certifying
-from atomtrain.swarm.catchup.fetching import send_anchor
+from atomtrain.swarm.catchup.donating import send_anchor
 from atomtrain.swarm.membership import claims as claims_module
 from atomtrain.swarm.membership.claims import CHAIN_MAX, Certified, Claims
 from atomtrain.swarm.membership.standing import Standing

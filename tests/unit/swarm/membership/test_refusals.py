@@ -13,8 +13,8 @@ from atombench.virtual.network import unsigned, unverified
 from atomtrain.errors import BadMessage
 from atomtrain.swarm.anchors.anchors import Anchor, Origin, Snapshot
 from atomtrain.swarm.anchors.stamps import Stamp
-from atomtrain.swarm.catchup import fetching
-from atomtrain.swarm.catchup.fetching import send_anchor
+from atomtrain.swarm.catchup import donating
+from atomtrain.swarm.catchup.donating import send_anchor
 from atomtrain.swarm.codecs.codec import codec_named
 from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.rounds.commitments import group_digest
@@ -213,7 +213,7 @@ def test_an_anchor_is_on_its_way_to_a_peer_once(monkeypatch: pytest.MonkeyPatch)
         await asyncio.sleep(3.0)
         ended += 1
 
-    monkeypatch.setattr(fetching, "send_anchor", slowly)
+    monkeypatch.setattr(donating, "send_anchor", slowly)
 
     async def scenario() -> None:
         nonlocal begun, ended

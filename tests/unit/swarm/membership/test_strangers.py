@@ -16,7 +16,7 @@ from atomtrain.cli.parsing import complain
 from atomtrain.errors import BadMessage, SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor
 from atomtrain.swarm.anchors.stamps import Stamp
-from atomtrain.swarm.catchup.fetching import Donations
+from atomtrain.swarm.catchup.donating import Donations
 from atomtrain.swarm.membership import roster
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.records import LEFT, PeerRecord
