@@ -70,7 +70,7 @@ for blocks, block, bits, kind in itertools.product((1, 5), (2, 30, 64), (8, 4), 
         new(blocks * block * bits // 8, "any"), new(4 * blocks, "any"), l(blocks), l(block),
         new(64) if bits == 4 else None, i(kind), new(blocks * block * (4, 2, 2)[kind]))
     free()
-for count, told, fill in itertools.product((1, 31, 255, 256, 257, 4095, 4097), (0, 1), "sz"):
+for count, told, fill in itertools.product((1, 31, 255, 256, 257, 4095, 4097, 12288), (0, 1), "sz"):
     fill = {"s": "same", "z": "zero"}[fill]  # what codecs take is finite
     values, sent, lost = new(4 * count, fill), *(new(4 * count) if told else None for _ in "ab")
     half = new(4 + 2 * count)
@@ -80,11 +80,12 @@ for count, told, fill in itertools.product((1, 31, 255, 256, 257, 4095, 4097), (
         data = new(4 * -(-count // 256) + (count * bits + 7) // 8)
         core.atom_blocks_encode(values, l(count), l(bits), keys, data, sent, lost)
         core.atom_blocks_decode(data, l(count), l(bits), new(4 * count))
-    width, most = min(count, 4096), -(-min(count, 4096) // 32)
-    parts = new(8), new(3 * -(-most // 2)), new(-(-most // 4))
-    core.atom_largest_encode(values, l(1), l(width), *parts, sent, lost)
-    for some in (parts, [new(size, "any") for size in (8, 3 * -(-most // 2), -(-most // 4))]):
-        core.atom_largest_decode(*some, l(1), l(width), new(4 * width))
+    rows, width, most = max(1, count // 4096), min(count, 4096), -(-min(count, 4096) // 32)
+    sizes = [rows * size for size in (8, 3 * -(-most // 2), -(-most // 4))]
+    parts = [new(size) for size in sizes]
+    core.atom_largest_encode(values, l(rows), l(width), *parts, sent, lost)
+    for some in (parts, [new(size, "any") for size in sizes]):
+        core.atom_largest_decode(*some, l(rows), l(width), new(4 * rows * width))
     there, room = new(4 * -(-count // 32)), new(4 * count)
     core.atom_sparse_gather(values, l(count), there, room, l(count))
     core.atom_sparse_scatter(there, l(count), room, new(4 * count))

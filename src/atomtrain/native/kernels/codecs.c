@@ -12,9 +12,11 @@ Loops are simple, and have no calls, so that compilers turn them into vector ins
 #include <immintrin.h>
 #endif
 
-enum { BLOCK = 256, SPARSE_BLOCK = 4096, KEPT = SPARSE_BLOCK / 32, SCALE_BYTES = 4 };
+enum { BLOCK = 256, SPARSE_BLOCK = 4096, KEPT = SPARSE_BLOCK / 32, SCALE_BYTES = 4, AT_ONCE = 4 };
 
 static const float LEAST_SCALE = 0x1p-126f;
+/* By what a block's limit is lowered for the next one: to 0.8 of it or a little more. */
+static const int32_t LOWER = 1 << 21;
 static const float TO_WHOLE = 0x1.8p23f; /* added to a small number, it leaves no fraction bits */
 
 void atom_half_encode(const float *values, int64_t n, uint8_t *data, float *sent);
@@ -63,6 +65,15 @@ static inline uint32_t reaching_bits(const float *values, int64_t n, int32_t lim
         for (int64_t i = 0; i < n; i++)
             bits |= (uint32_t)(size_of(values[i]) >= limit) << i;
     return bits;
+}
+
+/* Writes where bits are set, and up to AT_ONCE numbers more: so loops are hardly ever left at
+another turn than a processor expects. */
+static inline void write_places(uint32_t bits, int64_t start, uint16_t *places) {
+    do {
+        for (int i = 0; i < AT_ONCE; i++, bits &= bits - 1)
+            *places++ = (uint16_t)(start + __builtin_ctz(bits | 1u << 31));
+    } while (bits);
 }
 
 static float largest_magnitude(const float *values, int64_t n) {
@@ -247,43 +258,49 @@ static int64_t above(const float *values, int64_t n, int32_t limit) {
 }
 
 /* Lifts the limit bit by bit, from the highest, while at least `count` of the values reach it.
-Stops where at most `enough` do; returns the bit to go on with. */
-static int32_t lift(const float *values, int64_t n, int64_t count, int64_t enough, int32_t bit,
-                    int32_t *limit) {
-    for (int64_t reach = n; bit && reach > enough; bit >>= 1) {
+Stops where at most `enough` do. */
+static void lift(const float *values, int64_t n, int64_t count, int64_t enough, int32_t *limit) {
+    int64_t reach = n;
+    for (int32_t bit = 1 << 30; bit && reach > enough; bit >>= 1) {
         int64_t tried = above(values, n, (*limit | bit) - 1);
         if (tried >= count) {
             *limit |= bit;
             reach = tried;
         }
     }
-    return bit;
 }
 
 /* Writes the `count` values of largest size, and their positions, rising; of equal ones the
-earlier count. First few values are left that it can be, then these are looked at closely. */
-static void select_largest(const float *values, int64_t width, int64_t count, uint16_t *chosen,
-                           float *picked) {
-    uint16_t found[SPARSE_BLOCK];
+earlier count. First few values are left that it can be, then these are looked at closely. `guess`
+is a limit that may leave few; the next block's comes back. There is room for one value more. */
+static void select_largest(const float *values, int64_t width, int64_t count, int32_t *guess,
+                           uint16_t *chosen, float *picked) {
+    uint16_t found[SPARSE_BLOCK + AT_ONCE];
     float reach[SPARSE_BLOCK];
-    int32_t limit = 0, bit = lift(values, width, count, 4 * count, 1 << 30, &limit);
-    int64_t n = 0, kept = 0;
+    int32_t limit = *guess;
+    int64_t n = 0, kept = 0, guessed = above(values, width, limit - 1);
+    if (guessed < count || guessed > 4 * count) {
+        limit = 0;
+        lift(values, width, count, 4 * count, &limit);
+    }
     for (int64_t start = 0; start < width; start += 32) {
         uint32_t bits = reaching_bits(values + start, least(32, width - start), limit);
-        for (; bits; bits &= bits - 1, n++) {
-            found[n] = (uint16_t)(start + __builtin_ctz(bits));
-            reach[n] = values[found[n]];
-        }
+        write_places(bits, start, found + n);
+        n += __builtin_popcount(bits);
     }
-    lift(reach, n, count, count, bit, &limit);
+    for (int64_t i = 0; i < n; i++)
+        reach[i] = values[found[i]];
+    limit = 0;
+    lift(reach, n, count, count, &limit);
     int64_t equals = count - above(reach, n, limit);
-    for (int64_t i = 0; kept < count; i++) {
-        int32_t size = size_of(reach[i]);
-        if (size < limit || (size == limit && equals-- <= 0))
-            continue;
+    for (int64_t i = 0; i < n; i++) { /* without branches, which nobody could foretell */
+        int32_t size = size_of(reach[i]), equal = size == limit && equals > 0;
         chosen[kept] = found[i];
-        picked[kept++] = reach[i];
+        picked[kept] = reach[i];
+        kept += equal | (size > limit);
+        equals -= equal;
     }
+    *guess = limit > LOWER ? limit - LOWER : 0;
 }
 
 /* Writes the means of the sizes up to their mean, and above it; sums in order, in double. */
@@ -322,13 +339,13 @@ static void pack_2_bits(const uint8_t *codes, int64_t count, uint8_t *data) {
         data[i] = (uint8_t)(codes[0] | codes[1] << 2 | codes[2] << 4 | codes[3] << 6);
 }
 
-static void largest_of_block(const float *values, int64_t width, uint8_t *scales,
+static void largest_of_block(const float *values, int64_t width, int32_t *guess, uint8_t *scales,
                              uint8_t *positions, uint8_t *data, float *sent, float *lost) {
     int64_t count = (width + 31) / 32;
-    uint16_t chosen[KEPT];
+    uint16_t chosen[KEPT + 1];
     uint8_t codes[KEPT] = {0};
-    float picked[KEPT], levels[4];
-    select_largest(values, width, count, chosen, picked);
+    float picked[KEPT + 1], levels[4];
+    select_largest(values, width, count, guess, chosen, picked);
     two_levels(picked, count, levels, codes);
     memcpy(scales, levels, 2 * SCALE_BYTES);
     levels[2] = -levels[0];
@@ -352,9 +369,10 @@ static void largest_of_block(const float *values, int64_t width, uint8_t *scales
 void atom_largest_encode(const float *values, int64_t rows, int64_t width, uint8_t *scales,
                          uint8_t *positions, uint8_t *codes, float *sent, float *lost) {
     int64_t count = (width + 31) / 32;
+    int32_t guess = 0;
     for (int64_t row = 0; row < rows; row++) {
         int64_t start = row * width;
-        largest_of_block(values + start, width, scales + row * 2 * SCALE_BYTES,
+        largest_of_block(values + start, width, &guess, scales + row * 2 * SCALE_BYTES,
                          positions + row * ((count + 1) / 2 * 3), codes + row * ((count + 3) / 4),
                          sent ? sent + start : NULL, lost ? lost + start : NULL);
     }

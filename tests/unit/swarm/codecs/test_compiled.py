@@ -30,7 +30,7 @@ CODECS: dict[str, Codec] = {
     "sparse mean": SparseMeanCodec(CONTRIBUTORS, 5),
 }
 SIZES = st.one_of(
-    st.sampled_from([0, 1, 2, 7, 8, 9, 31, 32, 33, 255, 256, 257, 511, 4095, 4096, 4097, 8192]),
+    st.sampled_from([0, 1, 2, 7, 8, 9, 31, 32, 33, 255, 256, 257, 511, 4095, 4096, 4097, 8192, 28672]),
     st.integers(0, 9000),
 )
 
@@ -59,6 +59,9 @@ def drawn_values(elements: int, seed: int, kind: str) -> torch.Tensor:
         return normal * (torch.rand(elements, generator=generator) < 0.01)
     if kind == "halves of units":  # the middle between two integers, in either format
         return (normal * 14).round().clamp(-14, 14) / 2
+    if kind == "blocks of other sizes":  # no block's limit tells that of the next
+        blocks = torch.arange(elements) // 4096
+        return normal * torch.tensor([1.0, 1e-9, 0.9, 0.0, 1e9, 1.1])[blocks % 6]
     if kind == "any bits":
         bits = torch.randint(-(2**31), 2**31, (elements,), generator=generator).to(torch.int32)
         values = bits.view(torch.float32)
@@ -68,7 +71,7 @@ def drawn_values(elements: int, seed: int, kind: str) -> torch.Tensor:
 
 KINDS = (
     "normal", "zeros", "ties", "subnormal", "near the least scale", "huge", "mostly zero",
-    "halves of units", "any bits",
+    "halves of units", "blocks of other sizes", "any bits",
 )  # fmt: skip
 
 
