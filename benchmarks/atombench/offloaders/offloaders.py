@@ -75,7 +75,7 @@ SETTINGS: dict[str, list[Setting]] = {
 """What each contender tries: micro-batches a step, and its library's own settings."""
 _DEADLINE_S = 1800.0
 """Longest wait for an answer; DeepSpeed's first run compiles for minutes on a slow machine."""
-NEEDED = {"deepspeed": "pip install 'atomtrain[bench]'"}
+NEEDED = {"deepspeed": "pip install -e 'benchmarks[offloaders]'"}
 """How to get a package that is not there, by its name."""
 
 
