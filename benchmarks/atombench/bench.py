@@ -65,6 +65,9 @@ class BenchOptions:
     case: tuple[int, ...] = option(
         (), "With plan: run this case only, from 1; may be repeated.", "NUMBER"
     )
+    costs: bool = option(
+        False, "With liars: measure what defences cost again; the rows stay as --out has them."
+    )
     model: str | None = option(
         None,
         "With large: a preset. Default: gpt3-6.7b. With families: the only one, such as llama.",
@@ -123,6 +126,7 @@ def run(arguments: Sequence[str]) -> int:
         device=options.device,
         device_memory=options.device_memory,
         case=options.case,
+        costs=options.costs,
         model=options.model,
         optimizer=options.optimizer,
         micro_batches=options.micro_batches,

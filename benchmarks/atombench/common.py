@@ -59,6 +59,8 @@ class BenchmarkOptions:
     """Budget on the device, such as `8GiB`."""
     case: tuple[int, ...] = ()
     """Numbers of the cases that `plan` runs, from 1; none: all."""
+    costs: bool = False
+    """Have `liars` measure what defences cost, and nothing else."""
     model: str | None = None
     """The preset that `large` trains, or the only family of `families`."""
     optimizer: str | None = None

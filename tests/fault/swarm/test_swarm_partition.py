@@ -94,6 +94,8 @@ def _learnt(peers: list[PeerProcess], lies_file: Path, *, lying: bool) -> float:
             _wait_with(honest[0], honest, [])
         losses = [said["loss"] for peer in honest for said in peer.lines("state")[-10:]]
         for peer in started.values():
+            peer.end()
+        for peer in started.values():
             peers.remove(peer)
             written = peer.finish()
             assert "Traceback" not in written

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from atombench.common import BenchmarkOptions
+import json
+from pathlib import Path
+
+import pytest
+
+from atombench.common import BenchmarkOptions, report
 from atombench.liars import liars
 from atombench.liars.costs import CostsSetup
 from atombench.liars.learners import ALL, GHOSTS
 from atombench.liars.liars import QUICK, LiarsSetup
+from atomtrain.errors import ConfigError
 
+_COSTS = CostsSetup(fragment_elements=50_000, members=(4,), audits=20, width=32)
 _MISDEEDS = ("-9 times", "a mean times 0.98", "another mean to one member", "NaN", GHOSTS)
 
 
 def test_liars_are_measured_with_and_without_defences() -> None:
-    setup = LiarsSetup(
-        learning=QUICK.learning, misdeeds=_MISDEEDS,
-        costs=CostsSetup(fragment_elements=50_000, members=(4,), audits=20, width=32),
-    )  # fmt: skip
+    setup = LiarsSetup(learning=QUICK.learning, misdeeds=_MISDEEDS, costs=_COSTS)
     assert {*_MISDEEDS} < {*ALL}
     result = liars.run(BenchmarkOptions(), setup)
     rows = {row["misdeed"]: row for row in result["rows"]}
@@ -38,3 +42,39 @@ def test_liars_are_measured_with_and_without_defences() -> None:
     assert some < 20, "one chunk in a hundred is seldom drawn"
     assert cost["cpu_s"] > 0
     assert cost["bytes_share"] == cost["defence_bytes"] / cost["moved_bytes"]
+
+
+def test_rows_are_kept_one_by_one_and_costs_are_measured_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, kept = tmp_path / "liars.json", []
+    keep = liars.keep_partial
+
+    def look(result: dict[str, object], to: Path | None) -> None:
+        keep(result, to)
+        assert to is not None
+        kept.append(json.loads(to.read_text()))
+
+    monkeypatch.setattr(liars, "keep_partial", look)
+    setup = LiarsSetup(learning=QUICK.learning, misdeeds=("nothing", "NaN"), costs=_COSTS)
+    again = BenchmarkOptions(out=out, costs=True)
+    with pytest.raises(ConfigError, match="measure all first"):
+        liars.run(again, setup)
+    result = liars.run(BenchmarkOptions(out=out), setup)
+    assert [[row["misdeed"] for row in one["rows"]] for one in kept] == [
+        ["nothing"], ["nothing", "NaN"],
+    ]  # fmt: skip
+    assert [one["complete"] for one in kept] == [False, False]
+
+    monkeypatch.delattr(liars, "learnt")
+    assert liars.run(again, setup)["complete"] is False, "as what it goes on from"
+    report(result, out=out)
+    later = liars.run(again, setup)
+    shares = ("defence_bytes_share", "defence_step_share")
+    for before, after in zip(result["rows"], later["rows"], strict=True):
+        assert {**before, **{key: after[key] for key in shares}} == after
+        assert after["defence_step_share"] == later["costs"][0]["step_share"]
+    assert "complete" not in later
+    other = LiarsSetup(learning=QUICK.learning, misdeeds=("nothing",), costs=_COSTS)
+    with pytest.raises(ConfigError, match="of the same inputs"):
+        liars.run(again, other)

@@ -6,11 +6,12 @@ thread between two steps.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -18,8 +19,10 @@ from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import HASH, OLD_HASH, Anchor, Merge, Snapshot, digest_of
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.anchors.updates import DROPPED
+from atomtrain.swarm.codecs.codec import all_finite
 from atomtrain.swarm.codecs.slices import Span, piece_spans
 
+_log = logging.getLogger("atomtrain.swarm")
 _CACHED_ELEMENTS = 1 << 16
 """For each thread."""
 _HAD = 32
@@ -43,6 +46,15 @@ class GradientAccess(FragmentAccess, Protocol):
 
     def forget(self, index: int) -> None:
         """Begin to accumulate anew: the parameters have moved."""
+        ...
+
+
+@runtime_checkable
+class MomentsAccess(FragmentAccess, Protocol):
+    """How the swarm reaches a model whose optimizer remembers former steps."""
+
+    def forget_moments(self) -> None:
+        """Have the optimizer begin anew."""
         ...
 
 
@@ -89,6 +101,8 @@ class AnchorStore:
         self._residuals: list[torch.Tensor | None] = [None] * len(fragment_elements)
         self._velocities: list[torch.Tensor | None] = [None] * len(fragment_elements)
         """Beside grouped anchors, which have none."""
+        self._began_tokens = -1
+        """`tokens_seen` when the parameters last became the anchors again; -1: never."""
 
     def adopt_local(self, access: FragmentAccess) -> None:
         """Make the current parameters the anchors, version 0.
@@ -217,6 +231,38 @@ class AnchorStore:
             velocity=self.velocity(fragment),
         )
 
+    def is_sound(self, access: FragmentAccess) -> bool:
+        """Say whether all parameters are finite."""
+        for fragment in range(len(self.fragment_elements)):
+            with access.view(fragment) as local:
+                if not all_finite(local.detach()):
+                    return False
+        return True
+
+    def begin_again(self, access: FragmentAccess) -> None:
+        """Have the parameters be the anchors, and the optimizer know nothing; the log is told.
+
+        For parameters, or a gradient, that are not finite: anchors always are, and whatever else
+        a step has reached is spoilt.
+        """
+        _log.warning("what this peer has learnt is not finite: it goes back to its last anchors, "
+                     "and its optimizer begins anew")  # fmt: skip
+        for fragment, anchor in enumerate(self._anchors):
+            if anchor is not None:
+                with access.view(fragment) as local:
+                    self._restart(fragment, anchor, local)
+                if self.gradients:
+                    cast(GradientAccess, access).forget(fragment)
+        if isinstance(access, MomentsAccess):
+            access.forget_moments()
+        self._began_tokens = self.tokens_seen
+
+    def fitting(self, merge: Merge) -> Merge:
+        """Return a merge without its snapshot, if the parameters have become anchors since."""
+        snapshot = merge.snapshot
+        spoilt = snapshot is not None and snapshot.tokens_seen <= self._began_tokens
+        return merge.as_given() if spoilt else merge
+
     def merge_into(self, access: FragmentAccess, merge: Merge) -> None:
         """Merge into the model that `access` leads to."""
         with access.view(merge.fragment) as local:
@@ -235,6 +281,7 @@ class AnchorStore:
         local minus anchor, plus residual, is at any time what no anchor contains yet. A
         restart drops both.
         """
+        merge = self.fitting(merge)
         old, new = self.anchor(merge.fragment).values, merge.anchor.values
         if self.gradients and not merge.restart:
             local.copy_(new)
@@ -244,11 +291,7 @@ class AnchorStore:
             self._begin_at(merge.fragment, merge.anchor)
             return
         if merge.restart:
-            local.copy_(new)
-            self._tokens_merged[merge.fragment] = self.tokens_seen
-            self.forget_residual(merge.fragment)
-            self._begin_at(merge.fragment, merge.anchor)
-            self._velocities[merge.fragment] = None
+            self._restart(merge.fragment, merge.anchor, local)
             return
         for start, stop in _cached(merge.changed):
             local[start:stop].sub_(old[start:stop]).add_(new[start:stop])
@@ -265,6 +308,13 @@ class AnchorStore:
             self._tokens_merged[merge.fragment] = merge.snapshot.tokens_seen
             self._measured_from[merge.fragment] = merge.anchor.stamp.version
         self._put(merge.fragment, merge.anchor, merge.velocity)
+
+    def _restart(self, fragment: int, anchor: Anchor, local: torch.Tensor) -> None:
+        local.copy_(anchor.values)
+        self._tokens_merged[fragment] = self.tokens_seen
+        self.forget_residual(fragment)
+        self._begin_at(fragment, anchor)
+        self._velocities[fragment] = None
 
     def _hold_back(self, fragment: int, span: Span, progress: torch.Tensor) -> None:
         """Move from `progress` to the residual what the overlap's weight leaves out."""

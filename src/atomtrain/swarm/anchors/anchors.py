@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -118,6 +118,11 @@ class Merge:
     """What this peer's own velocity becomes with a grouped anchor; None: it stays."""
     donor: str = ""
     """Who gave the anchor, if it was fetched."""
+
+    def as_given(self) -> Merge:
+        """Return how to merge the anchor as if others had made it, without any snapshot."""
+        elements = self.anchor.values.numel()
+        return replace(self, changed=whole(elements), snapshot=None, contributed=())
 
 
 class Digest:

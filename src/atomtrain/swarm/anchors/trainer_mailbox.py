@@ -17,7 +17,7 @@ from typing import cast
 import torch
 
 from atomtrain.swarm.anchors.anchor_store import AnchorStore, FragmentAccess, GradientAccess
-from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, whole
+from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot
 from atomtrain.swarm.anchors.losses import Judge
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.anchors.trial import Refusal, Trial
@@ -85,6 +85,7 @@ class TrainerMailbox:
         self._progress = LocalProgress()
         self._spare: torch.Tensor | None = None
         self._trial: Trial | None = None
+        self._spoilt = False
         self.coming = False
         """Other fragments are being fetched, too, or are to be."""
 
@@ -130,6 +131,15 @@ class TrainerMailbox:
         """Somebody waits for the next boundary."""
         return bool(self._wanted)
 
+    def begin_again(self) -> None:
+        """Have the parameters become the anchors again at the next boundary: they are not finite.
+
+        Whoever goes on from them makes nothing that is, for ever.
+        """
+        with self._lock:
+            self._spoilt = True
+            self._news.set()
+
     def leave_merge(self, merge: Merge, report: RoundReport) -> None:
         """Have an anchor merged at the next boundary, and reported then."""
         with self._lock:
@@ -171,6 +181,9 @@ class TrainerMailbox:
                 step_s,
             )
             self._news.clear()
+            spoilt, self._spoilt = self._spoilt, False
+            if spoilt:
+                self.store.begin_again(access)
         merges = 0
         while True:
             with self._lock:
@@ -245,7 +258,7 @@ class TrainerMailbox:
                 self._done([one], replace(one[1], outcome="abandoned", reason=reason))
         if not tried:
             return 0
-        merges = [_whole(merge) if self._is_late(merge) else merge for merge, _ in tried]
+        merges = [merge.as_given() if self._is_late(merge) else merge for merge, _ in tried]
         found = trial.take_fetched(merges, access, coming=self.coming)
         for one, why in zip(tried, found, strict=True):
             if why is not None:
@@ -269,9 +282,3 @@ class TrainerMailbox:
         for merge, _ in merged:
             if self.store.anchor(merge.fragment) is merge.anchor:
                 self.on_merged(merge.anchor)
-
-
-def _whole(merge: Merge) -> Merge:
-    """Return how to merge an anchor whatever the snapshot was that may be in it."""
-    elements = merge.anchor.values.numel()
-    return replace(merge, changed=whole(elements), snapshot=None, contributed=())

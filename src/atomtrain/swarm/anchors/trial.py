@@ -91,6 +91,20 @@ class Trial:
         """Return the loss of the model as it is now."""
         return self._cost.measured(self._judge)
 
+    def _sound_loss(self, access: FragmentAccess) -> float:
+        """Return the loss before a merge, of parameters that are finite.
+
+        If a step has made others, that is this peer's own fault, and says nothing of what is given.
+        """
+        loss = self.loss()
+        if math.isfinite(loss):
+            return loss
+        with self._lock:
+            if self._store.is_sound(access):
+                return loss
+            self._store.begin_again(access)
+        return self.loss()
+
     def objection(self, before: float) -> str:
         """Return why the model as it is now is worse than another one was, if it is."""
         after = self.loss()
@@ -121,7 +135,7 @@ class Trial:
             return self._look_back(access) if due else ""
         if self._good and (why := self._look_back(access)):
             return why  # what this round has made may be made of what was given up
-        before = self.loss()
+        before = self._sound_loss(access)
         why = self._attempt([merge], access, before)
         if why:
             self._count(merge.fragment)
@@ -150,7 +164,7 @@ class Trial:
         It is a trial, too: if the loss is no better there, this peer's own steps have raised it.
         """
         good, self._good = self._good, {}
-        now = self.loss()
+        now = self._sound_loss(access)
         why = self._losses.objection(now, self._last)
         if not why:
             for fragment in good:
@@ -201,7 +215,7 @@ class Trial:
         """
         if self._good:
             self._look_back(access)
-        before = self.loss()
+        before = self._sound_loss(access)
         why = self._attempt(merges, access, before)
         last = self._is_last(coming=coming)
         if why and not last:

@@ -70,6 +70,7 @@ class Fetcher:
         """By fragment: times that something of an anchor came."""
         self._in_doubt = 0
         """Anchors in a row that this peer, a newcomer, has taken without knowing whose is right."""
+        self._told_of_sole = False
 
     async def fetch_better(
         self, fragment: int, own: Stamp, doubted: Collection[str] = ()
@@ -326,7 +327,8 @@ class Fetcher:
             # The donor waits meanwhile, and not for ever.
             within_s = channel.stall_s / 2
             stamp = _stamp(header)
-            await check_vouched(context, channel.remote, fragment, stamp, within_s, silence)
+            if not await check_vouched(context, channel.remote, fragment, stamp, within_s, silence):
+                self._tell_of_sole(channel.remote)
         resumed = (header.digest, header.start_bytes) == (ask.digest, ask.start_bytes)
         if had is not None and header.start_bytes and resumed:
             return had
@@ -337,6 +339,15 @@ class Fetcher:
         velocity = pooled_empty(rows * elements) if rows else None
         self._partial[fragment] = partial = Partial(header, values, velocity)
         return partial
+
+    def _tell_of_sole(self, donor: str) -> None:
+        """Tell the log, once, that a run of strangers is what one of them says."""
+        if self._context.admission.is_open and not self._told_of_sole:
+            self._told_of_sole = True
+            _log.warning(
+                "peer %s is the only one that this peer sees, so it cannot tell whether that one "
+                "gives what others have: join through several addresses", donor[-8:],
+            )  # fmt: skip
 
     async def _check_better(
         self, donor: str, header: AnchorHeader, own: Stamp, *, believed: bool

@@ -59,11 +59,11 @@ class _Answer(Enum):
 
 async def check_vouched(
     context: Context, donor: str, fragment: int, stamp: Stamp, within_s: float, silence: Silence
-) -> None:
+) -> bool:
     """Ask others, 16 at most, whether they have had a donor's anchor.
 
-    Returns as soon as enough have said so. A donor that is the only one to have the fragment is
-    believed: there is nobody to ask.
+    Returns as soon as enough have said so, and whether there was anybody to ask. A donor that is
+    the only one to have the fragment is believed.
 
     Raises:
         NotVouched: half of them, or more, have not, or have not said so within `within_s`, if that
@@ -79,7 +79,7 @@ async def check_vouched(
             having = 1 + answers.count(_Answer.HAD)
             count = 1 + len(asked) - answers.count(_Answer.ENDED)
             if _enough(context, having, count):
-                return
+                return bool(asked)
             left_s = until_s - asyncio.get_running_loop().time()
             hopeless = not _enough(context, having + len(waiting), count)
             if left_s <= 0 or not waiting or (hopeless and silence is Silence.AGAINST):
@@ -93,7 +93,7 @@ async def check_vouched(
             task.cancel()
     without = answers.count(_Answer.NOT_HAD)
     if silence is Silence.NOTHING and _enough(context, having, having + without):
-        return
+        return True
     silent = len(waiting) + answers.count(_Answer.SILENT)
     raise NotVouched(
         f"of {count} peers that have an anchor, {having} say that they have had the one that peer "

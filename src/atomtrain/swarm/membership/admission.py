@@ -113,6 +113,11 @@ class Admission:
     allowed: frozenset[str] | None = None
     """Peer ids; this peer's own need not be among them."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether strangers take part."""
+        return self.key is None and self.allowed is None
+
     def proof(self, to: str) -> str:
         """Return what shows peer `to` that this peer knows the key; empty without one."""
         return self._made("stream", self.peer_id, to, b"")

@@ -326,6 +326,7 @@ async def go_alone(context: Context, repairer: Repairer, round_index: int) -> No
         async with asyncio.timeout(context.config.round_ceiling_s):
             snapshot = await context.snapshot(fragment)
         if not await context.offload(all_finite, snapshot.values):
+            context.mailbox.begin_again()
             context.mailbox.report(_kept(snapshot, round_index))
             return
         store, update = context.mailbox.store, context.updates[0]

@@ -164,6 +164,7 @@ class RoundMember:
         finite = await self._context.offload(all_finite, snapshot.values)
         if not finite:
             reason = "this peer's parameters are not finite"
+            self._context.mailbox.begin_again()
             await self._channel.send(
                 Decline(reason=reason, round_index=self._context.agenda.next_round)
             )

@@ -62,6 +62,25 @@ class EngineFragments:
         """Return exclusive access to a fragment; between two steps only."""
         return self._engine.fragment(*self._ranges[index])
 
+    def forget_moments(self) -> None:
+        """Have the optimizer begin anew; between two steps only.
+
+        One parameter after the other, since those on a disk are copied, and all with zeros, which
+        is what each optimizer of PyTorch and of this package begins with.
+        """
+        self._engine.synchronize()
+        masters = self._engine.masters
+        for parameter in self._engine.model.parameters():
+            moments = masters.moments(parameter)
+            masters.set_moments(parameter, {key: _nothing(value) for key, value in moments.items()})
+
+
+def _nothing(value: object) -> object:
+    """Return the zero of a kind; a tensor itself."""
+    if isinstance(value, Tensor):
+        return value.zero_()
+    return type(value)() if isinstance(value, int | float) else value
+
 
 def most_fragments(engine: Engine, local_steps: int) -> int:
     """Return how many fragments a new run has at most; `local_steps` 0 stands for measured ones.

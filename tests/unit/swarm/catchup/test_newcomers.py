@@ -17,6 +17,7 @@ from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.anchors.anchors import Anchor, digest_of
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.catchup import vouching
+from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.records import PeerRecord
 from atomtrain.swarm.transport.messages import AskAnchor, AskKnown, Message
 from atomtrain.swarm.transport.transport import Channel
@@ -384,3 +385,28 @@ def test_who_has_just_been_killed_is_not_waited_for(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         run_virtual(scenario)
     assert "could not tell" not in caplog.text
+
+
+@pytest.mark.parametrize("open_to_all", [True, False])
+def test_who_sees_one_peer_only_says_once_that_it_cannot_tell(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, open_to_all: bool
+) -> None:
+    """A liar that it joins through may keep all others' records from it; with a key no stranger."""
+    monkeypatch.setattr(Admission, "is_open", open_to_all)
+
+    async def scenario() -> None:
+        simulation = await swarm(HONEST[:1], LIARS[:1])
+        Liars([simulation.peers[LIARS[0]]], random_values)
+        simulation.network.split({HONEST[0]}, {LIARS[0], "late0"})
+        simulation.network.table(LIARS[0]).pop(HONEST[0])
+        late = SimulatedPeer(simulation, "late0", 0.5)
+        await late.service.start()
+        await asyncio.sleep(0.5)
+        for fragment in range(2):
+            await late.service.fetcher.fetch(fragment, 20.0)
+        await late.stop_abruptly()
+
+    with caplog.at_level(logging.WARNING):
+        run_virtual(scenario)
+    said = [line for line in caplog.messages if "peer liar is the only one that this" in line]
+    assert ["cannot tell" in line for line in said] == [True] * open_to_all
