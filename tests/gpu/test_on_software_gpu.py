@@ -183,6 +183,19 @@ def test_in_deterministic_runs_bits_do_not_depend_on_the_plan(
     assert engine.plan.device_blocks
 
 
+def test_compute_waits_once_for_what_came_in_one_job() -> None:
+    device = GpuDevice(CUDA, 0, 128 << 20)
+    try:
+        with device.computing():
+            event = device.load.submit(lambda: torch.cuda._sleep(test_cuda.CYCLES))
+            for _ in range(3):
+                device.hold(event)
+            device.synchronize()
+            assert len(device._waits) == 1
+    finally:
+        device.close()
+
+
 def test_two_gpus_share_a_step() -> None:
     found = [
         trained("cuda:0,cuda:1", segments=segments, optimizer_on_device=False)[0]
