@@ -34,10 +34,16 @@ from atomtrain.engine.devices.native import require_native
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.engine_base import EngineCore
 from atomtrain.engine.execution.compiled import TRACING, compiled, require_compilable
-from atomtrain.engine.execution.determinism import deterministic, told_plainly, without_choices
+from atomtrain.engine.execution.determinism import deterministic, told_plainly
 from atomtrain.engine.execution.multi_device import join
 from atomtrain.engine.options import Options
-from atomtrain.engine.planner import Planner, check_shared, machine_of_all, times_of_all
+from atomtrain.engine.planner import (
+    Planner,
+    check_shared,
+    machine_of_all,
+    times_of_all,
+    without_choices,
+)
 from atomtrain.engine.state.disk_parameters import Placement, placed
 from atomtrain.engine.state.gradients import with_gradients_in
 from atomtrain.engine.state.precision import LossScale, Narrowed

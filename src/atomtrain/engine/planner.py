@@ -125,6 +125,21 @@ class Planner:
         return every, every
 
 
+def without_choices(options: Options, device: torch.device) -> Options:
+    """Return what of a deterministic run is not left to the planner.
+
+    Plans follow measurements, and a GPU rounds otherwise than the host. So unless the caller has
+    said it, all layers run on the GPU, and all updates on the host.
+    """
+    if not options.deterministic or device.type == "cpu":
+        return options
+    return dataclasses.replace(
+        options,
+        host_layers=options.host_layers or 0,
+        optimizer_on_device=bool(options.optimizer_on_device),
+    )
+
+
 def check_shared(options: Options, devices: Sequence[Device]) -> None:
     """Refuse what several devices cannot share.
 

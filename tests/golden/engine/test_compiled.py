@@ -33,8 +33,8 @@ from atomtrain.engine.execution.offload import Offload, Package
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.shape import Activation, Shape
 from tests.support import vision_models
-from tests.support.own_backward import own_backward
 from tests.support.injecting import device_with
+from tests.support.own_backward import own_backward
 from tests.support.planning_models import use_shape
 from tests.support.reference import assert_equal_training, train, twin
 from tests.support.several import train_in_shares

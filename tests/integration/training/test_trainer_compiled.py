@@ -126,16 +126,15 @@ def test_who_looks_at_the_plan_first_goes_on_as_before_all_the_same(times: Compi
         assert one.engine.compiling.compiled
 
 
-def test_a_checkpoint_that_makes_no_sense_leaves_no_thread(times: CompileTimes) -> None:
+def test_a_checkpoint_that_makes_no_sense_leaves_no_thread(
+    times: CompileTimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained(trainer("parts", Stop(), compile=False))
     checkpoint = next(Path("parts/checkpoints").glob("step-*"))
+    monkeypatch.setattr(trainer_module, "open_checkpoint", Damaged)
     before = threading.active_count()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(CheckpointError, match="does not say"),
-        trainer("parts") as one,
-    ):
-        patch.setattr(trainer_module, "open_checkpoint", Damaged)
+    one = trainer("parts")
+    with pytest.raises(CheckpointError, match="does not say"):
         one.train(resume_from_checkpoint=checkpoint)
     assert threading.active_count() == before
 

@@ -8,7 +8,6 @@ of which there is no such kind.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ import torch
 import torch.utils.deterministic  # not loaded by torch itself
 
 from atomtrain.engine.devices.gpus import vendor_here
-from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError
 
 _FILLING: Any = torch.utils.deterministic
@@ -74,21 +72,6 @@ def deterministic() -> Iterator[None]:
         yield
     finally:
         _SWITCH.give_back()
-
-
-def without_choices(options: Options, device: torch.device) -> Options:
-    """Return what of a deterministic run is not left to the planner.
-
-    Plans follow measurements, and a GPU rounds otherwise than the host. So unless the caller has
-    said it, all layers run on the GPU, and all updates on the host.
-    """
-    if not options.deterministic or device.type == "cpu":
-        return options
-    return dataclasses.replace(
-        options,
-        host_layers=options.host_layers or 0,
-        optimizer_on_device=bool(options.optimizer_on_device),
-    )
 
 
 @contextmanager
