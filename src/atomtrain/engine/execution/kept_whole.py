@@ -33,7 +33,8 @@ def kept_whole(device: torch.device) -> Iterator[None]:
         key = torch._C._dispatch_key_for_device(device.type)
         for operation in () if _BY_ITSELF else _WITH_FORMULAS:
             if torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key):
-                operation.decompose = _outside_of_traces(operation.decompose)
+                formula = _outside_of_traces(operation.decompose)
+                operation.decompose = formula  # type: ignore[method-assign]
                 stack.callback(delattr, operation, "decompose")
         yield
 
