@@ -167,6 +167,35 @@ def test_without_triton_auto_leaves_layers_as_they_are(
         trained(compile=True)
 
 
+def test_in_deterministic_runs_bits_do_not_depend_on_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host rounds otherwise than a GPU: where something runs is not left to the planner."""
+    large = dataclasses.replace(SMALL, vocabulary=4096, dropout=0.0)
+    monkeypatch.setattr(test_cuda, "CONFIG", large)
+    _, free = trained(host_layers=None)
+    assert free.plan.host_layers or free.plan.device_blocks, "else this would show nothing"
+    _, engine = trained(host_layers=None, deterministic=True)
+    assert (engine.plan.host_layers, engine.plan.device_blocks) == (0, ())
+    _, engine = trained(host_layers=1, deterministic=True)
+    assert engine.plan.host_layers == 1
+    _, engine = trained(host_layers=None, optimizer_on_device=True, deterministic=True)
+    assert engine.plan.device_blocks
+
+
+def test_compute_waits_once_for_what_came_in_one_job() -> None:
+    device = GpuDevice(CUDA, 0, 128 << 20)
+    try:
+        with device.computing():
+            event = device.load.submit(lambda: torch.cuda._sleep(test_cuda.CYCLES))
+            for _ in range(3):
+                device.hold(event)
+            device.synchronize()
+            assert len(device._waits) == 1
+    finally:
+        device.close()
+
+
 def test_two_gpus_share_a_step() -> None:
     found = [
         trained("cuda:0,cuda:1", segments=segments, optimizer_on_device=False)[0]

@@ -35,6 +35,18 @@ class _Split(torch.autograd.Function):
         return grad_x, grad_gate, None, None
 
 
+def _takes_names() -> bool:
+    """Return whether this torch lets arguments of functions be given by name: 2.11 does not."""
+    try:
+        _Split.apply(*[torch.ones(1)] * 3, power=2)  # type: ignore[no-untyped-call]
+    except TypeError:
+        return False
+    return True
+
+
+_NAMED = _takes_names()
+
+
 class _Noisy(torch.autograd.Function):
     """Draws random numbers, and makes what backward needs in a method of its own."""
 
@@ -62,7 +74,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first, signs, second, next_power = _Split.apply(self.up(x), self.gate(x), self.keep, 2)  # type: ignore[no-untyped-call]
-        _, _, third, _ = _Split.apply(first, x, keep=self.keep, power=next_power)  # type: ignore[no-untyped-call]
+        more = {"keep": self.keep, "power": next_power}
+        named = more if _NAMED else {}
+        placed = () if _NAMED else more.values()
+        _, _, third, _ = _Split.apply(first, x, *placed, **named)  # type: ignore[no-untyped-call]
         if self.noisy and self.training:
             _Noisy.apply(x, 0.5)  # type: ignore[no-untyped-call]
             second, _ = _Noisy.apply(second, 0.3)  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ def train_in_shares(
     """Train with the micro-batches divided; return the loss of each step.
 
     Each share's gradients are added up as in an ordinary loop; then the shares' sums are added, in
-    the order of the devices.
+    the order of the devices. What the first share makes of buffers stays.
     """
     history = []
     for micro_batches in steps:
@@ -33,7 +33,9 @@ def train_in_shares(
         after = torch.get_rng_state()
         totals: dict[nn.Parameter, Tensor] = {}
         losses = []
-        for share in in_shares(count, devices):
+        begun = kept = _buffers_of(model)
+        for number, share in enumerate(in_shares(count, devices)):
+            _put_buffers(model, begun)
             optimizer.zero_grad(set_to_none=True)
             for index in share:
                 if seeds:
@@ -45,6 +47,9 @@ def train_in_shares(
                 if parameter.grad is not None:
                     known = totals.get(parameter)
                     totals[parameter] = parameter.grad if known is None else known + parameter.grad
+            if not number:
+                kept = _buffers_of(model)
+        _put_buffers(model, kept)
         if seeds:
             torch.set_rng_state(after)
         for parameter in model.parameters():
@@ -54,6 +59,15 @@ def train_in_shares(
         optimizer.step()
         history.append(sum(losses) / count)
     return history
+
+
+def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def _put_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
 
 
 def in_shares(count: int, devices: int) -> list[range]:

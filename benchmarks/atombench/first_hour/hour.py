@@ -159,11 +159,12 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 
 def _require_device(device: str) -> None:
-    import torch
+    from atomtrain.engine.devices.cuda import CUDA
 
-    if device == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not CUDA.count():
         raise ConfigError(
-            "there is no CUDA device; rehearse without one: scripts/first-hour --device emulated"
+            f"there is no CUDA device: {CUDA.why_none()}. Without a GPU rehearse: "
+            "scripts/first-hour --device emulated"
         )
 
 

@@ -41,9 +41,13 @@ _STATE_BYTES = 16
 _LEANEST_BYTES = 8.0625
 """A bfloat16 parameter and its gradient (2 + 2), the rest of its exact master (2), two moments of 8
 bits (2.06)."""
-COMPARED = ("gpt3-6.7b",)
-_ROUNDPIPE = {"Qwen3-1.7B": 8881, "Llama-3.1-8B": 3142, "Qwen3-32B": 740}
-"""Tokens a second on one RTX 4090, as its README states them (arXiv 2604.27085)."""
+COMPARED = "gpt3-6.7b"
+PUBLISHED: Mapping[str, Mapping[str, Mapping[str, int]]] = {
+    "RoundPipe": {"rtx-4090": {"Qwen3-1.7B": 8881, "Llama-3.1-8B": 3142, "Qwen3-32B": 740}},
+    "LLM.Q, bf16": {"rtx-4090": {"Qwen2.5-7B": 1900}, "h100": {"Qwen2.5-7B": 14000}},
+}
+"""Tokens a second of other systems on one GPU and a model, as their READMEs state them (arXiv
+2604.27085 and 2512.15306)."""
 _SPARE_HOST = 1.1
 """Host memory beyond the state: for the system and the values kept for backward."""
 _LLAMA = {
@@ -95,21 +99,22 @@ def as_planned(name: str, card: Gpu) -> Subject:
 
 
 def beside_table() -> str:
-    """Return what is predicted for a middling model, beside what another system has published."""
-    head = ("system", "GPU", "how", *COMPARED, *_ROUNDPIPE)
+    """Return what is predicted for a middling model, beside what other systems have published."""
+    head = ("GPU", "ATOM, planned", *(f"{system}, published" for system in PUBLISHED))
     rows = []
     for name in CARDS[1:]:
         card = gpu(name)
-        speeds = [
-            "-" if isinstance(report, PlanError) else f"{report.prospect.tokens_per_s:,.0f}"
-            for report in (auto_report(model, card) for model in COMPARED)
-        ]
-        how = f"planned, {card.native_precision}"
-        rows.append(["ATOM", card.title, how, *speeds, *["-"] * len(_ROUNDPIPE)])
-    published = [f"{tokens_per_s:,}" for tokens_per_s in _ROUNDPIPE.values()]
-    link = "[RoundPipe](https://arxiv.org/abs/2604.27085)"
-    rows.append([link, "GeForce RTX 4090", "published", *["-"] * len(COMPARED), *published])
+        report = auto_report(COMPARED, card)
+        planned: Mapping[str, float] = {}
+        if not isinstance(report, PlanError):
+            planned = {COMPARED: report.prospect.tokens_per_s}
+        others = (published.get(name, {}) for published in PUBLISHED.values())
+        rows.append([card.title, *map(_speeds, (planned, *others))])
     return table(head, rows)
+
+
+def _speeds(tokens_per_s: Mapping[str, float]) -> str:
+    return ", ".join(f"{model} {speed:,.0f}" for model, speed in tokens_per_s.items()) or "-"
 
 
 def auto_report(name: str, card: Gpu) -> Report | PlanError:

@@ -37,7 +37,13 @@ from atomtrain.engine.execution.compiled import TRACING, compiled, require_compi
 from atomtrain.engine.execution.determinism import deterministic, told_plainly
 from atomtrain.engine.execution.multi_device import join
 from atomtrain.engine.options import Options
-from atomtrain.engine.planner import Planner, check_shared, machine_of_all, times_of_all
+from atomtrain.engine.planner import (
+    Planner,
+    check_shared,
+    machine_of_all,
+    times_of_all,
+    without_choices,
+)
 from atomtrain.engine.state.disk_parameters import Placement, placed
 from atomtrain.engine.state.gradients import with_gradients_in
 from atomtrain.engine.state.precision import LossScale, Narrowed
@@ -162,8 +168,10 @@ def _open(
     """Return the engine of a model in the type that it is to be computed in."""
     devices = open_devices(device, device_memory)
     opened = devices[0]
+    options = without_choices(options, opened.torch_device)
     placement: Placement | None = None
     try:
+        check_shared(options, devices)
         for one in devices:
             require_native(one, options.precision)
         traced = _traced(model, example, loss, layers, opened, check=options.check_model)
@@ -182,7 +190,6 @@ def _open(
         if options.compile is True:
             require_compilable(opened)
         costs = layer_costs(chain, inputs, opened.torch_device)
-        check_shared(chain, costs, options, devices)
         if options.head_pieces == "auto":
             chain = split_head_as_needed(chain, costs, opened.torch_device)
             costs = layer_costs(chain, inputs, opened.torch_device)

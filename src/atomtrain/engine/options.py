@@ -116,7 +116,9 @@ class Options:
         "",
     )
     """Turns `torch.use_deterministic_algorithms` on for the whole process until the engine is
-    closed. On the processor training has the same bits in each run in any case."""
+    closed. On a GPU `host_layers` and `optimizer_on_device` of `None` are then 0 and `False`, so
+    that bits do not depend on the plan. On the processor training has the same bits in each run in
+    any case."""
     profile: bool | Literal["again"] = True
     """Measure this machine and the model's layers for a few seconds (once; then they are in the
     user's cache); `"again"` forgets what the cache has. `False`: a GPU's rates come from the

@@ -89,6 +89,7 @@ class Planner:
             states=self.states,
             clips=self.options.waits,
             updates=self._shared_updates(),
+            devices=self.devices,
         )
         return tuple(span for span in spans if span.end_s > span.start_s)
 
@@ -124,30 +125,32 @@ class Planner:
         return every, every
 
 
-def check_shared(
-    chain: Chain, costs: ChainCosts, options: Options, devices: Sequence[Device]
-) -> None:
+def without_choices(options: Options, device: torch.device) -> Options:
+    """Return what of a deterministic run is not left to the planner.
+
+    Plans follow measurements, and a GPU rounds otherwise than the host. So unless the caller has
+    said it, all layers run on the GPU, and all updates on the host.
+    """
+    if not options.deterministic or device.type == "cpu":
+        return options
+    return dataclasses.replace(
+        options,
+        host_layers=options.host_layers or 0,
+        optimizer_on_device=bool(options.optimizer_on_device),
+    )
+
+
+def check_shared(options: Options, devices: Sequence[Device]) -> None:
     """Refuse what several devices cannot share.
 
     Raises:
-        ConfigError: layers that change buffers, which each device would change by its own share;
-            an optimizer on the device; compiled layers.
+        ConfigError: an optimizer on the device: devices would have to exchange what they update.
     """
-    if len(devices) == 1:
-        return
-    for layer, cost in zip(chain.layers, costs.layers, strict=True):
-        if cost.changes_buffers:
-            raise ConfigError(
-                f"layer {layer.name!r} changes buffers (running statistics) by what it sees, and "
-                "each of several devices sees a share only; use one device, or a layer without"
-            )
-    if options.optimizer_on_device:
+    if len(devices) > 1 and options.optimizer_on_device:
         raise ConfigError(
             "several devices are updated together, on the host; leave out optimizer_on_device, or "
             "use one device"
         )
-    if options.compile is True:
-        raise ConfigError("compiled layers run on one device; turn compile off, or use one device")
 
 
 def times_of_all(

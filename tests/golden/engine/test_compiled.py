@@ -6,7 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +33,11 @@ from atomtrain.engine.execution.offload import Offload, Package
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.shape import Activation, Shape
 from tests.support import vision_models
+from tests.support.injecting import device_with
 from tests.support.own_backward import own_backward
 from tests.support.planning_models import use_shape
 from tests.support.reference import assert_equal_training, train, twin
+from tests.support.several import train_in_shares
 from tests.support.swapped import adamw, deep_gpt, gpt, random_delays, swap, token_batches
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
@@ -49,7 +54,7 @@ MIXED: tuple[Activation, ...] = ("offload", "recompute", "keep")
 BOUNDS = (0, 1, 3, 4)
 
 
-def opened(model: nn.Module, example: Any, device: str, **options: Any) -> atomtrain.Engine:
+def opened(model: nn.Module, example: Any, device: Any, **options: Any) -> atomtrain.Engine:
     """Return an engine whose layers shall be compiled."""
     return atomtrain.swap(
         model,
@@ -96,7 +101,7 @@ def use_waiting(monkeypatch: pytest.MonkeyPatch, mix: tuple[Activation, ...]) ->
 
 
 def resident(
-    model: nn.Module, steps: list[list[dict[str, Tensor]]], backend: str
+    model: nn.Module, steps: list[list[dict[str, Tensor]]], backend: str, devices: int = 1
 ) -> tuple[list[float], torch.optim.Optimizer]:
     """Train a model whose layers are compiled by an ordinary loop; return the losses."""
     traced = chain_of(model, steps[0][0], None, None)
@@ -107,7 +112,7 @@ def resident(
     def loss_of(_: nn.Module, micro_batch: Any) -> Tensor:
         return chain.loss_of(traced.bind(micro_batch))
 
-    return train(model, steps, optimizer, loss_of), optimizer
+    return train_in_shares(model, steps, optimizer, devices, loss_of), optimizer
 
 
 def test_a_deeper_model_compiles_no_more(graphs: list[Any]) -> None:
@@ -152,6 +157,51 @@ def test_every_way_to_wait_has_the_bits_of_a_resident_loop(
         assert [engine.step(step) for step in steps] == expected
         assert_equal_training(engine, reference, optimizer)
         assert engine.device.peak_bytes() <= engine.plan.device_peak_bytes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+def test_several_devices_have_the_bits_of_a_loop_that_adds_in_shares(
+    monkeypatch: pytest.MonkeyPatch, activations: Activation, backend: str
+) -> None:
+    model, steps = deep_gpt(0.2, tied=False), token_batches(3, steps=2)
+    reference = twin(model)
+    state = torch.get_rng_state()
+    expected, optimizer = resident(reference, steps, backend, devices=2)
+    torch.set_rng_state(state)
+    torch._dynamo.reset()
+    use_backend(monkeypatch, backend)
+    devices = device_with(random_delays(1), ["emulated:1GiB/s"] * 2, "64MiB")
+    options = {"micro_batches": 3, "segments": 4, "activations": activations}
+    with opened(model, steps[0][0], devices, **options) as engine:
+        assert [engine.step(step) for step in steps] == expected
+        assert_equal_training(engine, reference, optimizer)
+        for device in engine.devices:
+            assert 0 < device.peak_bytes() <= engine.plan.device_peak_bytes
+
+
+def test_devices_that_need_the_same_code_at_once_compile_it_once(graphs: list[Any]) -> None:
+    example = torch.ones(2, 4)
+    traced = chain_of(nn.Sequential(nn.Linear(4, 4)), example, torch.sum, None)
+    inputs = traced.bind(example)
+    costs = layer_costs(traced.chain, inputs)
+    began = threading.Barrier(2)
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        time.sleep(0.05)
+        return graph.forward
+
+    chain = compiled(traced.chain, costs, torch.device("cpu"), backend)  # type: ignore[arg-type]
+
+    def loss(_: int) -> float:
+        began.wait(10)
+        return float(chain.loss_of(inputs).detach())
+
+    with ThreadPoolExecutor(2) as pool:
+        losses = list(pool.map(loss, range(2)))
+    assert losses[0] == losses[1]
+    assert len(graphs) == len([one for one in chain.layers if isinstance(one, CompiledLayer)])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

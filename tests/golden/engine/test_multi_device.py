@@ -15,6 +15,7 @@ from atomtrain.engine.devices.streams import Inject
 from atomtrain.engine.execution.multi_device import divided
 from atomtrain.errors import ConfigError, PlanError
 from atomtrain.optimizers import AdamW
+from atomtrain.planning.plan.disk import on_disk_up_to
 from atomtrain.planning.plan.updating import share_of
 from tests.support import vision_models
 from tests.support.any_models import Case
@@ -197,11 +198,53 @@ def test_more_micro_batches_than_planned() -> None:
     assert engine.plan.micro_batches == 3
 
 
-def test_moments_on_disk(tmp_path: Path) -> None:
-    check(
-        gpt(0.1, tied=False), token_batches(3), disk=tmp_path, on_disk="moments", segments=3,
-        profile=False,
+@pytest.mark.parametrize("on_disk", ["moments", "parameters"])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_on_disk(on_disk: Any, clip_norm: float | None, tmp_path: Path) -> None:
+    engine = check(
+        gpt(0.1, tied=False), token_batches(3), disk=tmp_path, on_disk=on_disk, segments=3,
+        profile=False, clip_norm=clip_norm, inject=random_delays(3),
     )  # fmt: skip
+    assert engine.plan.on_disk == on_disk_up_to(on_disk)
+
+
+class Centred(nn.Module):
+    """Takes away a running mean, which it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(value.detach().mean(0), 0.25)
+        return value - self.mean
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("devices", [2, 3])
+def test_buffers_follow_the_first_device(devices: int, activations: Any) -> None:
+    """What the others compute in a step depends on what they took over at its beginning."""
+    model = nn.Sequential(nn.Linear(6, 6), Centred(), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    steps = [pairs([5] * count, 6) for count in (4, 3, 2, 4)]
+    check(
+        model, steps, devices, adamw, sequential_loss, regression, micro_batches=4, segments=4,
+        activations=activations, host_layers=0, inject=random_delays(devices),
+    )  # fmt: skip
+
+
+def test_an_evaluation_sees_the_buffers_of_the_first_device_everywhere() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Centred(), nn.Linear(6, 3))
+    step = pairs([5] * 4, 6)
+    with swap(model, step[0], loss=regression, micro_batches=4, segments=3) as engine:
+        engine.step(step)
+        judged = twin(model)
+        engine.synchronize()
+        judged.load_state_dict(model.state_dict())
+        judged.eval()
+        with torch.no_grad():
+            expected = [float(regression(judged(value), (value, of))) for value, of in step]
+        assert engine.evaluate(step) == sum(expected) / 4
 
 
 @pytest.mark.parametrize("gradient_dtype", [None, "float32"])
@@ -246,14 +289,10 @@ def test_what_the_host_holds_is_planned() -> None:
         swap(gpt(), example, devices=3, host_memory=host_bytes - 2 * gradients_bytes)
 
 
-def test_what_several_devices_cannot_share_is_refused(tmp_path: Path) -> None:
+def test_what_several_devices_cannot_share_is_refused() -> None:
     example = token_batches(1)[0][0]
     with pytest.raises(ConfigError, match="optimizer_on_device"):
         swap(gpt(), example, optimizer_on_device=True)
-    with pytest.raises(ConfigError, match="buffers"):
-        swap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(6, 4), loss=squares)
-    with pytest.raises(PlanError, match="parameters on disk"):
-        swap(gpt(), example, disk=tmp_path, on_disk="parameters")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from atombench.first_hour.hour import SECONDS, HourOptions, main, run
+from atomtrain.engine.devices.cuda import Cuda
 from tests.support import ROOT
 
 LACKING = (
@@ -86,10 +87,16 @@ def test_a_late_part_is_ended_and_told(tmp_path: Path) -> None:
         (("--device", "tpu"), "--device 'tpu' does not exist; cuda or emulated"),
         (("--only", "machine,lare"), "--only 'lare' does not exist"),
         (("--limit", "0"), "--limit must be above 0 seconds"),
+        ((), "there is no CUDA device: torch finds no card today. Without a GPU rehearse"),
     ],
 )
 def test_mistakes_are_told(
-    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(Cuda, "count", lambda _: 0)
+    monkeypatch.setattr(Cuda, "why_none", lambda _: "torch finds no card today")
     assert main(arguments) == 2
     assert said in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from atomtrain.engine.execution.compiled import CACHE_VARIABLE
-from atomtrain.errors import ConfigError
+from atomtrain.errors import CheckpointError, ConfigError
 from atomtrain.events import read_events
+from atomtrain.training.trainer import trainer as trainer_module
 from atomtrain.training.trainer.callbacks import Callback, Course
 from atomtrain.training.trainer.trainer import Trainer
 from atomtrain.training.trainer.trainer_arguments import TrainerArguments
@@ -35,6 +37,13 @@ def times(
     given.install(monkeypatch)
     yield given
     torch._dynamo.reset()
+
+
+class Damaged:
+    """A checkpoint whose choice is not one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.meta = path, {"compiling": 3}
 
 
 class Stop(Callback):
@@ -86,6 +95,48 @@ def test_a_training_that_goes_on_has_the_bits_of_one_that_was_not_interrupted(
     assert equal(trained(trainer("parts"), resume=True), expected[taken])
     said = "compiled" if taken else "not compiled"
     assert last_line("parts") == f"layers     {said}: as in the checkpoint"
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_going_on_opens_one_engine_and_compiles_only_what_was(
+    times: CompileTimes, monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    times.speed_ratio = 1.25 if taken else 0.75
+    trained(trainer("parts", Stop()))
+    shutil.rmtree("cache")
+    opened: list[Any] = []
+    swap = trainer_module.swap
+    monkeypatch.setattr(
+        trainer_module, "swap", lambda *given, **more: opened.append(more) or swap(*given, **more)
+    )
+    times.speed_ratio, times.compiled = 2 - times.speed_ratio, 0
+    trained(trainer("parts"), resume=True)
+    assert [more["options"].compile for more in opened] == [taken]
+    assert times.compiled == taken
+
+
+def test_who_looks_at_the_plan_first_goes_on_as_before_all_the_same(times: CompileTimes) -> None:
+    times.speed_ratio = 1.25
+    trained(trainer("parts", Stop()))
+    shutil.rmtree("cache")
+    times.speed_ratio = 0.75
+    with trainer("parts") as one:
+        assert not one.engine.compiling.compiled
+        one.train(resume_from_checkpoint=True)
+        assert one.engine.compiling.compiled
+
+
+def test_a_checkpoint_that_makes_no_sense_leaves_no_thread(
+    times: CompileTimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(trainer("parts", Stop(), compile=False))
+    checkpoint = next(Path("parts/checkpoints").glob("step-*"))
+    monkeypatch.setattr(trainer_module, "open_checkpoint", Damaged)
+    before = threading.active_count()
+    one = trainer("parts")
+    with pytest.raises(CheckpointError, match="does not say"):
+        one.train(resume_from_checkpoint=checkpoint)
+    assert threading.active_count() == before
 
 
 def test_what_is_said_counts(times: CompileTimes) -> None:

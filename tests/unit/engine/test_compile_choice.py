@@ -98,7 +98,7 @@ def test_auto_tries_on_one_gpu_and_nowhere_else(device: Any) -> None:
         ({"deterministic": True}, [CARD], "deterministic"),
         ({"profile": False}, [CARD], "profile"),
         ({"images_grow": True}, [CARD], "images may become larger"),
-        ({}, [CARD, CARD], "one device"),
+        ({}, [CARD, CARD], "one GPU only"),
     ],
 )
 def test_where_auto_leaves_layers_as_they_are(

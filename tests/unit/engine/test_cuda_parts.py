@@ -69,6 +69,14 @@ def test_on_rocm_a_workspace_under_amds_name_counts(monkeypatch: pytest.MonkeyPa
     assert library_bytes("cuda:0,cuda:1") == workspace_bytes(os.environ["CUBLAS_WORKSPACE_CONFIG"])
 
 
+def test_threads_sleep_while_they_wait_and_times_are_only_taken_where_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.Event", lambda **given: given)
+    assert CUDA.event() == {"blocking": True}
+    assert CUDA.event(timed=True) == {"enable_timing": True}
+
+
 def test_both_computing_threads_have_a_workspace() -> None:
     small, large = workspace_bytes(":4096:2:16:8"), workspace_bytes(":4096:8")
     assert small == 2 * (8 << 20) + 2 * (128 << 10) + (8 << 20)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from atomtrain.engine.devices.host_memory import SLAB_BYTES, HostPool
+from atomtrain.engine.devices import host_memory
+from atomtrain.engine.devices.host_memory import SLAB_BYTES, HostPool, aligned_empty
 from atomtrain.engine.devices.processor import HostDevice
 
 
@@ -30,6 +33,20 @@ def device() -> Iterator[Counting]:
     opened = Counting()
     yield opened
     opened.close()
+
+
+def test_large_memory_asks_for_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def call(name: str) -> Any:
+        assert name == "madvise"
+        return lambda address, size, what: asked.append((address.value, size.value, what))
+
+    monkeypatch.setattr(host_memory, "_library_call", call)
+    aligned_empty(1 << 20)
+    assert asked == [], "it would be a part of one"
+    memory = aligned_empty(8 << 20)
+    assert asked == [(memory.data_ptr(), 8 << 20, mmap.MADV_HUGEPAGE)]
 
 
 def test_small_buffers_lie_side_by_side(device: Counting) -> None:

@@ -74,6 +74,7 @@ FUNCTIONS: dict[str, Function] = {
     "every other": lambda w, x: torch.repeat_interleave((x @ w)[..., ::2], 2, -1),
     "one weight twice": lambda w, x: (x @ w).tanh() @ w.T,
     "sums": lambda w, x: (x @ w).sum((0, 1), keepdim=True) + x,
+    "gates": lambda w, x: F.silu(x @ w) * F.mish(x),
     "one number": lambda w, x: (x @ w).mean(),
     "experts": lambda w, x: torch.topk(torch.softmax(x @ w, -1), 2)[0].sum(-1, keepdim=True) * x,
     "convolution": lambda w, x: F.conv1d(x.mT, w[:, None, :4], padding=3, groups=WIDTH).mT,

@@ -18,7 +18,7 @@ from atomtrain.planning import Layout, Plan, Request, Shape, make_plan
 from atomtrain.planning.advice import Setting
 from atomtrain.planning.catalogue import gpu, machine_for
 from atomtrain.planning.cost.memory import MemoryModel
-from atomtrain.planning.plan.disk import KINDS, DiskRequest, OnDisk, disk_use
+from atomtrain.planning.plan.disk import KINDS, LOAD_PIECES, DiskRequest, OnDisk, disk_use
 from atomtrain.planning.plan.disk import two_moments as states_of_two_moments
 from atomtrain.planning.plan.updating import share_of, shared_updates, two_moments
 from atomtrain.planning.search.batch_search import Prospect, Workload
@@ -120,43 +120,49 @@ def test_host_memory_that_several_devices_do_not_fit(tiny: Subject) -> None:
         with_disk(tiny, 1e12, needed // 2)
 
 
-def test_parameters_lie_on_disk_for_one_device_only() -> None:
-    """Nobody is shown a plan that the engine would refuse."""
+def test_each_device_loads_parameters_from_the_disk_by_itself() -> None:
+    """Through pieces of its own, at its part of the disk's rate."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(32)))
     example = torch.randn(2, 64)
     traced = chain_of(model, example, torch.sum)
     chain, costs = traced.chain, layer_costs(traced.chain, traced.bind(example))
     times = {cost.kind: LayerTime(1e-3, 3e-3) for cost in costs.layers}
+    states = states_of_two_moments(chain)
 
-    def planned(devices: int, host_memory_bytes: int, on_disk: OnDisk | None = None) -> Plan:
+    def planned(
+        devices: int, host_memory_bytes: int, on_disk: OnDisk | None = None, rate: float = 1e9
+    ) -> Plan:
         machine = dataclasses.replace(
             machine_for("rtx-3090", host_memory_bytes),
-            storage_read_bytes_per_s=1e9,
+            storage_read_bytes_per_s=rate,
             storage_write_bytes_per_s=1e9,
         )
         request = Request(
             micro_batches=1,
             updates=shared_updates(two_moments(chain), chain, devices),
-            disk=DiskRequest(states=states_of_two_moments(chain), on_disk=on_disk),
+            disk=DiskRequest(states=states, on_disk=on_disk),
             devices=devices,
         )
         return make_plan(chain, costs, times, machine, request)
 
-    one, two = (planned(devices, GIB, ("moments",)).host_bytes for devices in (1, 2))
-    assert planned(1, one).on_disk == planned(2, two).on_disk == ("moments",)
-    assert planned(1, one - 1).on_disk == KINDS
-    with pytest.raises(PlanError, match="with everything on disk that can be"):
-        planned(2, two - 1)
-    with pytest.raises(PlanError, match="loaded by one device only, not by 2"):
-        planned(2, GIB, KINDS)
+    for devices in (1, 2):
+        least = planned(devices, GIB, ("moments",)).host_bytes
+        assert planned(devices, least).on_disk == ("moments",)
+        assert planned(devices, least - 1).on_disk == KINDS
+    one, two = (disk_use(chain, Layout(chain), states, KINDS, devices) for devices in (1, 2))
+    assert two.staging_bytes - one.staging_bytes == LOAD_PIECES * one.load_piece_bytes > 0
+    parameters_bytes = sum(p.nbytes for p in chain.parameters)
+    alone, both = (planned(devices, GIB, KINDS, rate=1e6).step_s for devices in (1, 2))
+    # For forward and for backward once more.
+    assert both - alone == pytest.approx(2 * parameters_bytes / 1e6, rel=0.1)
 
 
-def test_atom_plan_refuses_parameters_on_disk_of_several_devices(
+def test_atom_plan_puts_parameters_on_disk_for_several_devices(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = ["plan", "tiny", "--gpu", "rtx-3090", "--disk", "nvme-pcie4", "--devices", "2"]
-    assert main([*given, "--on-disk", "parameters"]) == 2
-    assert "loaded by one device only" in capsys.readouterr().err
+    assert main([*given, "--on-disk", "parameters"]) == 0
+    assert "moments, masters, parameters" in capsys.readouterr().out
     assert main([*given, "--host-memory", "1MiB"]) == 2
     said = capsys.readouterr().err
     assert "with everything on disk that can be" in said

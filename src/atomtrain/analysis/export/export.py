@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from atomtrain.analysis.export.conditions import (
     CPU,
@@ -224,7 +225,10 @@ def _program(
             only_torch_draws(), torch.set_grad_enabled(grad), quiet(), without_collector(),
             seeming_on(device), functions.noted(),
         ):  # fmt: skip
-            return torch.export.export(recorded, tuple(given), strict=False)
+            program = torch.export.export(recorded, tuple(given), strict=False)
+            if any(isinstance(value, FakeTensor) for value in program.constants.values()):
+                raise RuntimeError(_LIFTED)  # as torch itself does since 2.10
+            return program
     finally:
         torch.set_rng_state(state)
 
@@ -358,12 +362,13 @@ def _is(node: fx.Node, name: str) -> bool:
 def _is_only_checked(node: fx.Node) -> bool:
     """Return whether a node is a number that depends on data and that only checks read, or a check.
 
-    Such is the count of image tokens in the message of an error; no result comes from it.
+    Such is the count of image tokens in the message of an error; no result comes from it. Before
+    torch 2.13 what is made of such a number may be a plain one.
     """
     if any(_is(node, check) for check in _CHECKS):
         return True
-    symbols = torch.SymInt | torch.SymFloat | torch.SymBool
-    is_number = node.op == "call_function" and isinstance(node.meta.get("val"), symbols)
+    numbers = torch.SymInt | torch.SymFloat | torch.SymBool | int | float
+    is_number = node.op == "call_function" and isinstance(node.meta.get("val"), numbers)
     return is_number and all(_is_only_checked(user) for user in node.users)
 
 

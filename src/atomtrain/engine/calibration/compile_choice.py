@@ -87,8 +87,8 @@ def choice_of(
         return CompileChoice(wanted, "as chosen")
     if devices[0].torch_device.type not in TRIED_ON:
         return CompileChoice(False, "auto compiles for GPUs only")
-    if len(devices) > 1:
-        return CompileChoice(False, "compiled layers run on one device")
+    if len(devices) > 1:  # for the others compiling would begin, and might fail, in a step
+        return CompileChoice(False, "auto compiles for one GPU only; --compile on does for several")
     if deterministic:
         return CompileChoice(False, "auto leaves layers as they are in deterministic runs")
     if images_grow:

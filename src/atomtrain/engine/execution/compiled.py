@@ -273,16 +273,20 @@ def _template(layer: Layer, backend: str) -> Template:
                 return known[key](tensors, values)
             # Backward too: later the optimizer runs beside it, and on a GPU another thread.
             with TRACING, torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-                known[key] = torch.compile(_copy_of(run), backend=backend, dynamic=False)
-                try:
-                    return known[key](tensors, values)
-                except torch._dynamo.exc.TorchDynamoException as error:
-                    why = reason_of(getattr(error, "inner_exception", error))
-                    raise ConfigError(
-                        f"layer {layer.name!r} cannot be compiled: {why}; install the compiler or "
-                        "Python's headers if they are missing (apt-get install g++ python3-dev), "
-                        "or turn compile off"
-                    ) from error
+                if key not in known:  # else another device's thread has been here
+                    made = torch.compile(_copy_of(run), backend=backend, dynamic=False)
+                    try:
+                        written = made(tensors, values)
+                    except torch._dynamo.exc.TorchDynamoException as error:
+                        why = reason_of(getattr(error, "inner_exception", error))
+                        raise ConfigError(
+                            f"layer {layer.name!r} cannot be compiled: {why}; install the compiler "
+                            "or Python's headers if they are missing (apt-get install g++ "
+                            "python3-dev), or turn compile off"
+                        ) from error
+                    known[key] = made  # only now: who finds it need not wait for the lock
+                    return written
+            return known[key](tensors, values)
 
     return template
 
@@ -307,7 +311,7 @@ def _dense(value: Any) -> Any:
 
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.requires_grad
+        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
     return type(value), repr(value)
 
 

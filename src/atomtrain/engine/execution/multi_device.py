@@ -4,6 +4,9 @@ The first device runs on the caller's thread, each of the others on a thread of 
 one copy of the parameters; their gradients meet in `engine/updates/shares.py`. Within a step no
 device waits for another one, so one that fails holds up nobody: the others stop after the segment
 that they are in.
+
+Buffers that forward changes (running statistics) follow the first device's micro-batches. The
+others begin each step with them.
 """
 
 from __future__ import annotations
@@ -135,7 +138,7 @@ class MultiDeviceExecutor:
 
     @property
     def buffers(self) -> DeviceBuffers:
-        """Those of the first device; no device changes them."""
+        """Those of the first device, which the model's follow."""
         return self._executors[0].buffers
 
     @property
@@ -192,6 +195,9 @@ class MultiDeviceExecutor:
         stop.clear()
         for member in self._members[1:]:
             refresh(member.chain, self._members[0].chain)
+        if changed := self.buffers.change:
+            self._members[0].device.synchronize()
+            self.buffers.to_host()
         results: list[list[Tensor]] = [[] for _ in shares]
         errors: list[BaseException | None] = [None] * len(shares)
 
@@ -202,6 +208,8 @@ class MultiDeviceExecutor:
                 if number:
                     DEVICE_NUMBER.set(number)
                 with device.computing() if number else nullcontext():
+                    if number and changed:
+                        self._executors[number].refresh_buffers()
                     results[number] = work(self._executors[number], shares[number])
             except BaseException as error:  # noqa: BLE001  raised below, on the caller's thread
                 errors[number] = error

@@ -26,6 +26,7 @@ from atomtrain.analysis.costs.rematerialization import CHEAP, DEEPEST
 from atomtrain.analysis.export.conditions import ways_to_trace
 from atomtrain.analysis.layers.direct_calls import direct, function_of
 from atomtrain.engine.execution.fewer_views import leave_out_views
+from atomtrain.engine.execution.kept_whole import kept_whole
 
 aten = torch.ops.aten
 _SAME = frozenset({aten.detach.default, aten.alias.default})
@@ -127,7 +128,7 @@ class _Traced:
                 torch.autograd.grad([results[root]], wanted, [seed], allow_unused=True)
             )
 
-        with without_data:  # for what operations make of nothing, too
+        with without_data, kept_whole(gradient.device):  # also for what is made of nothing
             graph: fx.Graph = make_fx(both)(given, seed).graph
         nodes = list(graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]

@@ -209,6 +209,10 @@ class StagedLoads:
         )
         self.reading = Stream("read", device.inject)
 
+    def beside(self, device: Device) -> StagedLoads:
+        """Return what loads the same parameters to another device, through pieces of its own."""
+        return StagedLoads(self._arena, device, self._piece_bytes)
+
     def submit(
         self,
         copies: Sequence[tuple[Tensor, Tensor]],

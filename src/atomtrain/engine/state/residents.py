@@ -186,6 +186,11 @@ class DeviceBuffers:
         """Keys of the storages of all of them."""
         self._before: dict[tuple[int, int], dict[str, Tensor]] = {}
 
+    @property
+    def change(self) -> bool:
+        """Whether any layer changes some."""
+        return any(self._changing)
+
     def of(
         self, layer: int, micro_batch: int, phase: Phase, once: bool = False
     ) -> dict[str, Tensor]:

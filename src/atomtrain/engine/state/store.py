@@ -77,6 +77,8 @@ class HostStore:
     def beside(self, chain: Chain, device: Device) -> HostStore:
         """Return a store of the same parameters, with gradients of its own for another device."""
         other = copy.copy(self)
+        if self.loads is not None:
+            other.loads = self.loads.beside(device)
         other._make_gradients(chain, device)
         return other
 

@@ -130,7 +130,7 @@ class Costing:
             backward_s=between(self.layer_backward_s),
             crossing=micro_batches * np.array(self._segments.crossing_bytes, float),
             later=steps.clips,
-            parameters_on_disk="parameters" in on_disk,
+            readers=disk.readers if disk is not None and "parameters" in on_disk else 0,
             offloaded=functools.cache(functools.partial(_offloaded, self._segments, micro_batches)),
             remade=micro_batches * between([c.saved.remade_traffic_bytes for c in costs.layers]),
             offloading=_offloading(costs, per_layer, micro_batches),
@@ -195,7 +195,7 @@ class Costing:
         read_rate, write_rate = self.machine.storage_rates
         share, n_bytes = self.machine.storage_both_ways_share, sum(map(sum, use.blocks))
         # In backward parameters are read for the device too.
-        loads = sum(block.parameters for block in use.blocks)
+        loads = use.readers * sum(block.parameters for block in use.blocks)
         return DiskWork(
             read_s=(n_bytes + loads * (not clips)) / (share * read_rate),
             update_s=update_s,
@@ -213,11 +213,13 @@ def spans_of(
     states: States | None = None,
     clips: bool = False,
     updates: UpdateModel | None = None,
+    devices: int = 1,
 ) -> list[Span]:
     """Return the predicted spans of one step of a plan.
 
     Args:
         states: The optimizer's state of each parameter, if part of it is on disk.
+        devices: How many run the plan, and read what is on disk.
     """
     if not plan.remakes:
         given = given.sending_all()
@@ -226,7 +228,7 @@ def spans_of(
     steps = Steps(
         micro_batches=plan.micro_batches,
         host_layers=count,
-        disk=disk_use(rest, Layout(rest), states or {}, plan.on_disk),
+        disk=disk_use(rest, Layout(rest), states or {}, plan.on_disk, devices),
         clips=clips,
         updates=updates,
         spends=plan.spends,
@@ -234,7 +236,7 @@ def spans_of(
     spans = Costing(given, steps).spans(plan.shape)
     if not count:
         return spans
-    disk = disk_use(chain, layout, states or {}, plan.on_disk)
+    disk = disk_use(chain, layout, states or {}, plan.on_disk, devices)
     aside = host_time(
         chain, costs, count, given.machine, plan.micro_batches, disk, updates or two_moments(chain)
     )

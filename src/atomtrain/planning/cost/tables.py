@@ -167,7 +167,8 @@ class Basis:
     """Bytes of all micro-batches' values at each cut."""
     later: bool
     """Whether all updates come after the step."""
-    parameters_on_disk: bool
+    readers: int
+    """How many devices share the disk's rate to load parameters; 0: they are in memory."""
     offloaded: Callable[[], Offloaded]
     remade: Array
     """Bytes that backward of all micro-batches reads and writes to make again what was not sent,
@@ -212,12 +213,13 @@ class VisitTable:
     @cached_property
     def stage_s(self) -> Array:
         """Seconds in which what is loaded is read from disk."""
-        if not self._basis.parameters_on_disk:
+        readers = self._basis.readers
+        if not readers:
             return self._nothing
         read_rate, _ = self._machine.storage_rates
         # In backward the disk reads and writes at once.
         share = self._machine.storage_both_ways_share if self._backward else 1.0
-        return self._loaded / (share * read_rate)
+        return readers * self._loaded / (share * read_rate)
 
     @cached_property
     def loading_s(self) -> Array:

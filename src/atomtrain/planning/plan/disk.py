@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from atomtrain.analysis.layers.chain import Chain
-from atomtrain.errors import ConfigError, PlanError, nearest
+from atomtrain.errors import ConfigError, nearest
 from atomtrain.planning.plan.layout import Layout
 
 PAGE_BYTES = 4096
@@ -74,37 +74,13 @@ def on_disk_up_to(kind: str) -> OnDisk:
     return KINDS[: names.index(kind)]
 
 
-def kinds_for(devices: int) -> OnDisk:
-    """Return all kinds that may be on disk: parameters are loaded from there by one device only."""
-    return KINDS if devices == 1 else KINDS[:-1]
-
-
-def check_kinds(on_disk: OnDisk, devices: int) -> None:
-    """Check that so many devices can be trained with these kinds on disk.
-
-    Raises:
-        PlanError: they cannot.
-    """
-    if not set(on_disk) <= set(kinds_for(devices)):
-        raise PlanError(
-            f"parameters on disk are loaded by one device only, not by {devices}; use one device, "
-            "or let no more than masters lie on disk"
-        )
-
-
-def choices(request: DiskRequest | None, devices: int = 1) -> list[OnDisk]:
-    """Return what may be on disk, least first.
-
-    Raises:
-        PlanError: what shall be there cannot be with so many devices.
-    """
+def choices(request: DiskRequest | None) -> list[OnDisk]:
+    """Return what may be on disk, least first."""
     if request is None:
         return [()]
     if request.on_disk is not None:
-        check_kinds(request.on_disk, devices)
         return [request.on_disk]
-    kinds = kinds_for(devices)
-    found: list[OnDisk] = [kinds[:count] for count in range(len(kinds) + 1)]
+    found: list[OnDisk] = [KINDS[:count] for count in range(len(KINDS) + 1)]
     if not any(state.masters for state in request.states.values()):
         found.remove(("moments", "masters"))  # the same as the moments alone
     return found
@@ -148,6 +124,8 @@ class DiskUse:
     """Host memory that state and parameters on disk do not take."""
     saved_state_bytes: int
     """State's part of it."""
+    readers: int
+    """How many devices load parameters from there, each through pieces of its own."""
 
     @property
     def slots(self) -> list[int]:
@@ -159,7 +137,7 @@ class DiskUse:
         """Host memory for what is on its way: staging slots, a state that is made, loads."""
         if not self.on_disk:
             return 0
-        loads = LOAD_PIECES * self.load_piece_bytes
+        loads = self.readers * LOAD_PIECES * self.load_piece_bytes
         # An optimizer makes a block's first state in memory of its own.
         made = max((block.state for block in self.blocks), default=0)
         return sum(self.slots) + made + loads
@@ -175,7 +153,10 @@ class DiskUse:
         return sum(sum(block) for block in self.blocks)
 
 
-def disk_use(chain: Chain, layout: Layout, states: States, on_disk: OnDisk) -> DiskUse:
+def disk_use(
+    chain: Chain, layout: Layout, states: States, on_disk: OnDisk, devices: int = 1
+) -> DiskUse:
+    """Return what a choice means for a model that so many devices train."""
     state = [0] * layout.blocks
     saved = 0
     for parameter in chain.parameters:
@@ -189,7 +170,7 @@ def disk_use(chain: Chain, layout: Layout, states: States, on_disk: OnDisk) -> D
     parameters = [paged(size) + PAGE_BYTES if whole and size else 0 for size in sizes]
     saved += layout.total_bytes if whole else 0
     blocks = tuple(BlockBytes(*both) for both in zip(state, parameters, strict=True))
-    return DiskUse(on_disk, blocks, saved, saved_state)
+    return DiskUse(on_disk, blocks, saved, saved_state, devices)
 
 
 def staging_slots(records: Sequence[int]) -> list[int]:

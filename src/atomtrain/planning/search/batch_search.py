@@ -22,7 +22,6 @@ from atomtrain.planning.cost.timeline import Span
 from atomtrain.planning.plan.disk import (
     DiskRequest,
     States,
-    check_kinds,
     on_disk_up_to,
     two_moments,
 )
@@ -130,7 +129,7 @@ class Workload:
                 f"{tokens // context} sequences of a step; give a divisor, or other tokens a step"
             )
         if self.on_disk is not None:
-            check_kinds(on_disk_up_to(self.on_disk), self.devices)
+            on_disk_up_to(self.on_disk)
         each = (self.micro_batch or 1) * self.devices
         if tokens is not None and tokens // context % each:
             raise ConfigError(
@@ -171,7 +170,10 @@ class Prospect:
             chain=analysis.chain, costs=analysis.costs, times=self.times, machine=self.machine
         )
         states = analysis.states or two_moments(analysis.chain)
-        return spans_of(self.plan, given, states=states, clips=self.clips, updates=analysis.updates)
+        return spans_of(
+            self.plan, given, states=states, clips=self.clips, updates=analysis.updates,
+            devices=self.devices,
+        )  # fmt: skip
 
     @property
     def flops_per_s(self) -> float:

@@ -56,8 +56,8 @@ class Problem:
         layout = segments_of(self.chain, rest_costs).layout
         whole_layout = segments_of(chain, costs).layout
         states = request.disk.states if request.disk is not None else {}
-        disk = disk_use(self.chain, layout, states, on_disk)
-        self._disk = disk_use(chain, whole_layout, states, on_disk)
+        disk = disk_use(self.chain, layout, states, on_disk, request.devices)
+        self._disk = disk_use(chain, whole_layout, states, on_disk, request.devices)
         self.memory = MemoryModel(self.chain, rest_costs, count, updates, spends=request.spends)
         steps = Steps(
             micro_batches=count,

@@ -71,7 +71,7 @@ def make_plan(
     plans: list[Plan] = []
     too_slow: TooSlowError | None = None
     # More on disk is never faster, so nothing is behind the first that fits as it is fastest.
-    possible = choices(request.disk, request.devices)
+    possible = choices(request.disk)
     for on_disk in possible:
         settled = False
         for asked in _with_less_on_host(request):

@@ -19,6 +19,8 @@ from atomtrain.checkpoint import Checkpoint, load_latest, open_checkpoint, save
 from atomtrain.checkpoint.reader import CHECKPOINTS_FOLDER
 from atomtrain.engine.api import swap
 from atomtrain.engine.calibration.profile_cache import StepTimes
+from atomtrain.engine.devices.device import Device
+from atomtrain.engine.devices.devices import open_devices
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.options import Options
 from atomtrain.engine.updates.optimizer import OptimizerFactory
@@ -120,13 +122,8 @@ class Trainer:
         drop = self.args.drop_unused and loss is None
         self._taken = names_in_forward(model) if drop else None
         self._processing = processing_class
-        self._swap = partial(
-            swap,
-            optimizer=optimizer or self._adamw,
-            device=device,
-            device_memory=device_memory,
-            loss=loss,
-        )
+        self._swap = partial(swap, optimizer=optimizer or self._adamw, loss=loss)
+        self._open_devices = partial(open_devices, device, device_memory)
         self._callbacks = tuple(callbacks)
         self._compile = self.args.compile
         self._engine: Engine | None = None
@@ -141,11 +138,8 @@ class Trainer:
     def engine(self) -> Engine:
         """The engine, open from the first use on."""
         if self._engine is None:
-            try:
-                self._engine = self._open()
-            except BaseException:
-                with_noise(self.model, 0)
-                raise
+            self._open(self._open_devices())
+        assert self._engine is not None
         return self._engine
 
     @property
@@ -283,17 +277,25 @@ class Trainer:
         groups = layer_groups(self.model, groups, args.layer_lr_decay, args.learning_rate)
         return AdamW(groups, lr=args.learning_rate, betas=args.betas, eps=args.epsilon)
 
-    def _open(self) -> Engine:
+    def _open(self, devices: Sequence[Device]) -> None:
+        """Open the engine, on open devices that it then owns."""
         args = self.args
-        with_noise(self.model, args.neftune_noise_alpha or 0).train()
-        options = Options(
-            micro_batches=args.micro_batches,
-            clip_norm=args.clip_norm,
-            precision=precision_of(args.precision),
-            profile=args.profile,
-            compile=self._compile,
-        )
-        return self._swap(self.model, self._batches(0)[0], options=options)
+        try:
+            with_noise(self.model, args.neftune_noise_alpha or 0).train()
+            options = Options(
+                micro_batches=args.micro_batches,
+                clip_norm=args.clip_norm,
+                precision=precision_of(args.precision),
+                profile=args.profile,
+                compile=self._compile,
+            )
+            example = self._batches(0)[0]
+            self._engine = self._swap(self.model, example, device=devices, options=options)
+        except BaseException:
+            for device in devices:
+                device.close()
+            with_noise(self.model, 0)
+            raise
 
     def _batches(self, step: int) -> list[Any]:
         """Return the micro-batches of a step: a pure function of the seed and its number."""
@@ -344,7 +346,7 @@ class Trainer:
             checkpoint = load_latest(folder / CHECKPOINTS_FOLDER)
         else:
             checkpoint = open_checkpoint(Path(where))
-        self._compile_as(checkpoint)
+        self._open_as(checkpoint)
         restore(self.engine, checkpoint)
         try:
             tokens = int(checkpoint.meta.get("tokens", 0))  # older ones did not count them
@@ -358,13 +360,24 @@ class Trainer:
         self.course.losses, self.course.evaluations = losses, evaluations
         self.course.tokens = tokens
 
-    def _compile_as(self, checkpoint: Checkpoint) -> None:
-        """Have the engine's layers compiled if a checkpoint's were, and not if they were not."""
-        before = compiled_before(checkpoint, self.engine.devices)
-        wanted = before if self.args.compile == "auto" else self.args.compile
-        if wanted not in ("auto", self.engine.compiling.compiled):
+    def _open_as(self, checkpoint: Checkpoint) -> None:
+        """Have the engine's layers compiled if a checkpoint's were, and not if they were not.
+
+        Unless somebody asked for the engine before, it opens once, and measures no other way.
+        """
+        opened = self._engine
+        devices = self._open_devices() if opened is None else opened.devices
+        if self.args.compile == "auto":
+            try:
+                self._compile = compiled_before(checkpoint, devices)
+            except BaseException:
+                for device in devices if opened is None else ():
+                    device.close()
+                raise
+        if opened is None:
+            self._open(devices)
+        elif self._compile not in ("auto", opened.compiling.compiled):
             self.close()
-            self._compile = wanted
 
     def _tell(self, what: str, *about: Any) -> None:
         for callback in self._callbacks:

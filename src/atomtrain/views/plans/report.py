@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from atomtrain.errors import PlanError
 from atomtrain.planning.advice import Advice, Setting, advice, possible_changes
 from atomtrain.planning.catalogue import DEVICE_MEMORY_SHARE, GPUS
-from atomtrain.planning.plan.disk import kinds_for
+from atomtrain.planning.plan.disk import KINDS
 from atomtrain.planning.plan.updating import two_moments
 from atomtrain.planning.search.batch_search import Analysis, Compute, Prospect, prospect
 from atomtrain.views.plans.subject import Subject, compute_of
@@ -189,7 +189,7 @@ def least_fitting(setting: Setting, forecast: Callable[[Setting], Prospect]) -> 
         micro_batch=asked.micro_batch or 1,
         tokens_per_step=asked.tokens_per_step or asked.devices * asked.context_tokens,
         activations=asked.activations or "recompute",
-        on_disk=kinds_for(asked.devices)[-1] if asked.disk else None,
+        on_disk=KINDS[-1] if asked.disk else None,
     )
     for budget in sorted({given, *(b for b in budgets if b > given)}):
         machine = dataclasses.replace(
