@@ -194,7 +194,7 @@ def layer_costs(
                 )
             except RuntimeError as error:
                 raise AnalysisError(_cannot_run(layer, specs, error)) from error
-        cost, written, gradients = measured[key]
+        cost, written, gradients, _ = measured[key]
         if not cost.changes_buffers:
             cost = dataclasses.replace(cost, buffer_bytes=_fresh_bytes(layer, seen))
         seen.update(id(buffer) for buffer in layer.buffers.values())
