@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from atomtrain.analysis.costs.profile import layer_times
 from atomtrain.analysis.layers import trace
 from atomtrain.analysis.layers.chain import Layer
 from atomtrain.analysis.layers.front import Front, OwnCode
-from atomtrain.analysis.layers.front_parts import Part
 from atomtrain.errors import AnalysisError, ConfigError, PlanError
 from atomtrain.models.neftune import with_noise
 from tests.golden.models.test_any_model import check
@@ -109,25 +107,6 @@ def test_layers_are_measured_on_images_like_the_example() -> None:
     costs = layer_costs(chain, bind(example))
     times = layer_times(chain, costs, bind(example), torch.device("cpu"), lambda: None)
     assert set(times) == {cost.kind for cost in costs.layers}
-
-
-def test_parts_that_are_alike_are_measured_once_and_others_by_themselves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of six blocks with the same modules one sees all patches, the others see windows."""
-    config = vision_models.qwen2_5_vl_config()
-    config.vision_config.depth, config.vision_config.fullatt_block_indexes = 6, [3]
-    model, draw = vision_models._qwen(vision_models.hf.Qwen2_5_VLForConditionalGeneration(config))
-    chain, bind, *_ = chain_of(model, draw())
-    inputs = bind(draw())
-    found = layer_costs(chain, inputs).layers
-    kinds = [cost.kind for cost in found if ".blocks." in cost.name]
-    assert len(kinds) == 6
-    assert kinds[1] == kinds[2] == kinds[4] != kinds[3]
-    monkeypatch.setattr(Part, "alike_but_for", None)
-    singly = layer_costs(chain, inputs).layers
-    assert len({cost.kind for cost in singly}) > len({cost.kind for cost in found})
-    assert [replace(cost, kind="") for cost in found] == [replace(cost, kind="") for cost in singly]
 
 
 def twice(model: Any) -> None:

@@ -124,8 +124,6 @@ class _Measured(NamedTuple):
     written: tuple[ValueSpec, ...]
     gradient_bytes: tuple[int, ...]
     """Of what the gradient of each value that it reads lies in."""
-    untaped: tuple[tuple[Any, ...], ...]
-    """Shape and type of what it writes without a graph."""
 
 
 class _Watcher(StorageTracker):
@@ -175,26 +173,22 @@ def layer_costs(
     """
     values = {name: _spec_of_input(inputs[name]) for name in chain.inputs}
     measured: dict[Any, _Measured] = {}
-    alike: dict[Any, list[_Measured]] = {}
     gradient_bytes: dict[str, int] = {}
+    kinds: dict[Any, str] = {}
     costs = []
     seen: set[int] = set()
     for layer in chain.layers:
         specs = [values[name] for name in layer.reads]
         key = _signature(layer, specs)
         if key not in measured:
-            but_for = getattr(layer.module, "alike_but_for", None)
-            others = (
-                [] if but_for is None else alike.setdefault(_signature(layer, specs, but_for), [])
-            )
-            kind = f"{type(layer.module).__name__}-{len(measured)}"
+            kinds[key] = f"{type(layer.module).__name__}-{len(kinds)}"
             try:
-                measured[key] = _measured_or_known(
-                    layer, specs, kind, torch.device(device), on_gpu=on_gpu, others=others
+                measured[key] = _measure(
+                    layer, specs, kinds[key], torch.device(device), on_gpu=on_gpu
                 )
             except RuntimeError as error:
                 raise AnalysisError(_cannot_run(layer, specs, error)) from error
-        cost, written, gradients, _ = measured[key]
+        cost, written, gradients = measured[key]
         if not cost.changes_buffers:
             cost = dataclasses.replace(cost, buffer_bytes=_fresh_bytes(layer, seen))
         seen.update(id(buffer) for buffer in layer.buffers.values())
@@ -269,9 +263,7 @@ def _specs_of(
     return tuple(found)
 
 
-def _signature(
-    layer: Layer, specs: Sequence[ValueSpec], but_for: frozenset[str] = frozenset()
-) -> Any:
+def _signature(layer: Layer, specs: Sequence[ValueSpec]) -> Any:
     tensors = tuple(
         (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         for name, tensor in (*layer.parameters.items(), *layer.buffers.items())
@@ -281,35 +273,12 @@ def _signature(
     constants = tuple(repr(spec.constant) for spec in specs)
     shapes = tuple((s.shape, s.strides, s.storage_bytes, s.dtype, s.requires_grad) for s in specs)
     return (
-        type(layer.module), repr(layer.module), _attributes(layer, but_for),
+        type(layer.module), repr(layer.module), _attributes(layer),
         tensors, sharing, shapes, constants,
     )  # fmt: skip
 
 
-def _measured_or_known(
-    layer: Layer,
-    specs: Sequence[ValueSpec],
-    kind: str,
-    device: torch.device,
-    *,
-    on_gpu: bool,
-    others: list[_Measured],
-) -> _Measured:
-    """Measure a layer, or only its forward if that costs what it does of another one like it.
-
-    Some layers run other code of the model's own around modules that are alike. They say by
-    `alike_but_for` which of their attributes tell them apart.
-    """
-    if others:
-        first = _forward(layer, specs, device, on_gpu=on_gpu)
-        for other in others:
-            if first == (other.cost.forward_bytes, other.cost.forward_flops, other.untaped):
-                return other
-    others.append(_measure(layer, specs, kind, device, on_gpu=on_gpu))
-    return others[-1]
-
-
-def _attributes(layer: Layer, but_for: frozenset[str]) -> tuple[Any, ...]:
+def _attributes(layer: Layer) -> tuple[Any, ...]:
     """Return what a layer's modules hold beside tensors and modules: it may steer forward."""
     plain = (bool, int, float, str, tuple, list, type(None), torch.dtype)
     return tuple(
@@ -317,7 +286,6 @@ def _attributes(layer: Layer, but_for: frozenset[str]) -> tuple[Any, ...]:
         for module in layer.module.modules()
         for name, value in vars(module).items()
         if name not in _MODULE_ATTRIBUTES
-        if not (module is layer.module and name in but_for)
     )
 
 
@@ -350,7 +318,6 @@ def _measure(
         with torch.no_grad(), tracker:
             written = layer.run(tensors, arguments)
             forward_bytes = tracker.peak_bytes
-        untaped = _shapes(written)
         changes = any(tensors[name]._version for name in layer.buffers)
         del written
         with tracker, FlopCounterMode(display=False, custom_mapping=more_counters()) as flops:
@@ -398,28 +365,7 @@ def _measure(
         saved=saved,
         all_sent=all_sent,
     )
-    return _Measured(cost, out, tuple(gradients), untaped)
-
-
-def _forward(
-    layer: Layer, specs: Sequence[ValueSpec], device: torch.device, *, on_gpu: bool
-) -> tuple[int, int, tuple[tuple[Any, ...], ...]]:
-    """Return bytes, FLOPs and what is written of forward without a graph."""
-    flops = FlopCounterMode(display=False, custom_mapping=more_counters())
-    with FakeTensorMode(), torch.no_grad():
-        tensors = _fake_tensors(layer, device)
-        arguments = [_fake_value(spec, device) for spec in specs]
-        tracker = _Watcher(on_gpu=on_gpu)
-        with tracker, flops:
-            written = layer.run(tensors, arguments)
-    return tracker.peak_bytes, flops.get_total_flops(), _shapes(written)
-
-
-def _shapes(written: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    return tuple(
-        (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else (repr(value),)
-        for value in written
-    )
+    return _Measured(cost, out, tuple(gradients))
 
 
 def _note(found: list[int], index: int, gradient: Tensor) -> None:

@@ -75,12 +75,6 @@ class _EndError(Exception):
 class Part(OwnCode):
     """Runs some of the modules before the language model; the last part returns what that gets."""
 
-    alike_but_for = frozenset({
-        "_start", "_stop", "title", "_absent", "_read", "_written", "_model", "_known_around",
-        "example", "_found", "calls",
-    })  # fmt: skip
-    """Attributes in which parts of one front differ though their modules are alike."""
-
     def __init__(self, front: Front, calls: Calls, start: int, stop: int) -> None:
         super().__init__(front.model, front.inputs, front.example)
         self._found, self.calls, self._start, self._stop = front.found, calls, start, stop
@@ -232,12 +226,7 @@ class _Run:
 
     def travelling(self, written: Sequence[int]) -> tuple[Tensor, ...]:
         """Return what later parts read: how much smaller sides are, and results of some calls."""
-        sides = [side for call in self.less for side in call]
-        # As many behind each part, so that parts of like modules are alike.
-        sides += [0] * (
-            sum(len(spec.shape) for call in self._calls for spec in call.specs) - len(sides)
-        )
-        less = torch.tensor(sides, device=self._device)
+        less = torch.tensor([side for call in self.less for side in call], device=self._device)
         return (less, *(tensor for index in written for tensor in self._made[index]))
 
 
