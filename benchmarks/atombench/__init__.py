@@ -101,6 +101,10 @@ REGISTRY: dict[str, Benchmark] = {
     "finetune": Benchmark(
         "atombench.engine.finetune", "SmolLM2-135M fine-tuned on a device of 256 MiB, exported"
     ),
+    "curve": Benchmark(
+        "atombench.engine.curve",
+        "SmolLM2-135M's loss in each step against transformers.Trainer and peft",
+    ),
     "families": Benchmark(
         "atombench.families.families",
         "every family of transformers: bits of swapped training against an ordinary loop",

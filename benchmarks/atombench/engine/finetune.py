@@ -66,10 +66,10 @@ def run(options: BenchmarkOptions) -> Result:
     case = _QUICK if options.quick else _FULL
     with tempfile.TemporaryDirectory(prefix="atom-finetune-") as temporary:
         base = Path(temporary)
-        folder = _tiny(base / "tiny") if options.quick else smollm_folder()
+        folder = tiny_folder(base / "tiny") if options.quick else smollm_folder()
         progress(f"fine-tuning {folder.name} for {case.steps} steps")
         started_s = time.perf_counter()
-        _atom(
+        atom(
             "train", "--model", str(folder), "--directory", str(base), "--run", "finetune",
             "--host", "127.0.0.1", "--device", "emulated:2GiB/s", "--no-profile", "--plain",
             "--device-memory", case.device_memory, "--context", str(case.context),
@@ -82,7 +82,7 @@ def run(options: BenchmarkOptions) -> Result:
         peer = base / "finetune" / "peer-0"
         progress("exporting it")
         started_s = time.perf_counter()
-        _atom("export", str(peer), str(base / "exported"), "--shard-size", "100MB")
+        atom("export", str(peer), str(base / "exported"), "--shard-size", "100MB")
         export_s = time.perf_counter() - started_s
         return {
             **description(),
@@ -95,7 +95,12 @@ def run(options: BenchmarkOptions) -> Result:
         }
 
 
-def _atom(*arguments: str) -> None:
+def atom(*arguments: str) -> None:
+    """Run a command of ATOM.
+
+    Raises:
+        ConfigError: it fails; says what it said.
+    """
     command = [sys.executable, "-m", "atomtrain.cli.main", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
     if done.returncode:
@@ -146,7 +151,7 @@ def _loaded(exported: Path, peer: Path) -> Result:
     }
 
 
-def _tiny(folder: Path) -> Path:
+def tiny_folder(folder: Path) -> Path:
     """Write a tiny random model with a tokenizer of the demonstration corpus."""
     tokenizer = prepare(read_corpus(None), default_cache(), vocabulary=512).tokenizer
     sizes = HuggingFaceConfig(

@@ -130,6 +130,7 @@ def given_options(
 def _as_ours(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
     """Return options as ours are written: `--local_steps` with dashes, `--plain True` as one.
 
+    So is an option with a number below zero, of which argparse knows those without an exponent.
     What follows `--` is not an option.
     """
     known, found = parser._option_string_actions, list[str]()
@@ -143,9 +144,19 @@ def _as_ours(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[
             found.append(switch if switch in known else f"{dashed}{equals}{value}")
         elif switched in known:
             found[-1] = switched
+        elif found and found[-1] in known and _is_negative(argument):
+            found[-1] += f"={argument}"
         else:
             found.append(argument)
     return [*found, *arguments[len(options) :]]
+
+
+def _is_negative(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return text.startswith("-")
 
 
 def _on_where_alone(

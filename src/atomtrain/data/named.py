@@ -5,7 +5,7 @@
 | `datasets:NAME` | split `train`, kept in the package's cache |
 | `datasets:NAME:SPLIT`, `datasets:NAME:SUBSET:SPLIT` | another split, a subset |
 | `stream:NAME...` | the same, read once and kept nowhere |
-| `...[:N]` | the first N rows |
+| `...[A:B]` | the rows from A to before B; numbers, or percents where nothing is streamed |
 
 NAME is an id such as `org/name`, or a folder with files or with what `save_to_disk` wrote.
 """
@@ -25,7 +25,8 @@ from atomtrain.errors import DataError
 
 PREFIXES = ("datasets:", "stream:")
 _FORM = re.compile(
-    r"(?P<name>[^:\[\]]+)(:(?P<first>[^:\[\]]+))?(:(?P<second>[^:\[\]]+))?(\[:(?P<rows>[0-9]+)\])?"
+    r"(?P<name>[^:\[\]]+)(:(?P<first>[^:\[\]]+))?(:(?P<second>[^:\[\]]+))?"
+    r"(\[(?P<begin>([0-9]+%?)?):(?P<end>([0-9]+%?)?)\])?"
 )
 _SAVED = ("dataset_dict.json", "state.json")
 """Files of what `save_to_disk` wrote."""
@@ -40,9 +41,14 @@ class Named(NamedTuple):
     name: str
     subset: str | None
     split: str
-    rows: int | None
-    """So many from the beginning; `None`: all."""
+    part: tuple[str, str]
+    """The first row, and the one behind the last: each a number, a percent, or nothing."""
     streamed: bool
+
+    def rows(self, found: Any) -> Iterator[Any]:
+        """Return those of the found rows that are meant."""
+        begin, end = (_place(bound, found) for bound in self.part)
+        return itertools.islice(found, begin, end)
 
 
 def is_named(spec: str) -> bool:
@@ -56,22 +62,56 @@ def parse_named(spec: str) -> Named:
     Raises:
         DataError: it is not written as the table above says, or the package is not installed.
     """
-    prefix, _, rest = spec.partition(":")
-    found = _FORM.fullmatch(rest)
-    if found is None or found["rows"] == "0":
-        raise DataError(
-            f"--data {spec} is not written as {prefix}:NAME, {prefix}:NAME:SPLIT or "
-            f"{prefix}:NAME:SUBSET:SPLIT, each possibly with [:N] behind it for the first N rows"
-        )
+    named = written(spec)
     if importlib.util.find_spec("datasets") is None:
         raise DataError(
-            f"the data set {found['name']} needs the package datasets; install it with pip install "
+            f"the data set {named.name} needs the package datasets; install it with pip install "
             "'atomtrain[data]'"
+        )
+    return named
+
+
+def written(spec: str) -> Named:
+    """Return what `spec` says, whether the package is installed or not.
+
+    Raises:
+        DataError: it is not written as the table above says.
+    """
+    prefix, _, rest = spec.partition(":")
+    found = _FORM.fullmatch(rest)
+    part = ("", "") if found is None else (found["begin"] or "", found["end"] or "")
+    streamed = prefix == "stream"
+    if found is None or _is_empty(*part):
+        percents = "" if streamed else " or percents"
+        raise DataError(
+            f"--data {spec} is not written as {prefix}:NAME, {prefix}:NAME:SPLIT or "
+            f"{prefix}:NAME:SUBSET:SPLIT, each possibly with [A:B] behind it for the rows from A "
+            f"to before B, numbers{percents} of which A is the smaller and each may be missing"
+        )
+    if streamed and "%" in "".join(part):
+        raise DataError(
+            f"--data {spec}: how many rows a stream has is not known; give numbers, such as "
+            f"[:1000], or write datasets:{rest}"
         )
     first, second = found["first"], found["second"]
     subset, split = (first, second) if second else (None, first or "train")
-    rows = None if found["rows"] is None else int(found["rows"])
-    return Named(found["name"], subset, split, rows, prefix == "stream")
+    return Named(found["name"], subset, split, part, streamed)
+
+
+def _is_empty(begin: str, end: str) -> bool:
+    """Return whether no rows can be between two bounds."""
+    numbers = [int(bound.removesuffix("%") or 0) for bound in (begin, end)]
+    if any(number > 100 for number, b in zip(numbers, (begin, end), strict=True) if "%" in b):
+        return True
+    alike = begin == "" or begin.endswith("%") == end.endswith("%")
+    return end != "" and (numbers[1] == 0 or (alike and numbers[0] >= numbers[1]))
+
+
+def _place(bound: str, found: Any) -> int | None:
+    """Return the number of a row among those found; `None`: nothing bounds them."""
+    if not bound.endswith("%"):
+        return int(bound) if bound else None
+    return round(int(bound.removesuffix("%")) * len(found) / 100)  # as the package does
 
 
 def named_rows(spec: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -84,8 +124,7 @@ def named_rows(spec: str) -> Iterator[tuple[str, dict[str, Any]]]:
     named = parse_named(spec)
     with _cache_alone_if_out_of_reach(named) as out_of_reach:
         try:
-            rows = itertools.islice(_loaded(named), named.rows)
-            for number, values in enumerate(rows, 1):
+            for number, values in enumerate(named.rows(_loaded(named)), 1):
                 yield f"{named.name}: row {number}", dict(values)
         except DataError:
             raise

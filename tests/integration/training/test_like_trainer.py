@@ -9,15 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from atomtrain.checkpoint import open_checkpoint
+from atombench.engine.curve import CurveSetup, losses_of
+from atombench.engine.curve import losses_of_trainer as losses_of_model
 from atomtrain.cli.main import main
-from atomtrain.data.corpus import read_corpus
-from atomtrain.data.sampler import Sampler, SamplerConfig
-from atomtrain.data.tokens import prepare
-from atomtrain.events import EVENTS_FILE, read_events
-from atomtrain.files import default_cache
-from atomtrain.training.config.optimizing import BETAS
-from atomtrain.training.setup.state import recipe_of
 from tests.support.hugging_face_models import UNTIED, write_model, write_text
 
 hf = pytest.importorskip("transformers")
@@ -46,32 +40,9 @@ def train(run: str, *more: str, steps: int = STEPS, rate: float = RATE) -> Path:
     return Path("runs") / run / "peer-0"
 
 
-def losses_of(peer: Path) -> list[float]:
-    steps = [event for event in read_events(peer / EVENTS_FILE) if event["event"] == "step"]
-    return [float(step["loss"]) for step in steps]
-
-
 def losses_of_trainer(model: Any, peer: Path) -> list[float]:
-    """Train a model by `transformers.Trainer` on what the peer's run trained on."""
-    recipe, tokenizer = recipe_of(open_checkpoint(peer))
-    tokens = prepare(read_corpus("text.txt"), default_cache(), tokenizer=tokenizer).tokens
-    config = SamplerConfig(context_tokens=CONTEXT, sequences=SEQUENCES, seed=recipe.seed)
-    sampler = Sampler(tokens.train, config, "peer-0")
-    rows = []
-    for step in range(STEPS):
-        batch = sampler.batch(step)
-        whole = torch.cat([batch.inputs, batch.labels[:, -1:]], dim=1)  # Trainer's models shift
-        rows += [{"input_ids": row, "labels": row} for row in whole]
-    settings = hf.TrainingArguments(
-        output_dir="trainer", max_steps=STEPS, per_device_train_batch_size=SEQUENCES,
-        learning_rate=RATE, lr_scheduler_type="constant", weight_decay=0.0,
-        adam_beta1=BETAS[0], adam_beta2=BETAS[1], max_grad_norm=recipe.clip_norm,
-        train_sampling_strategy="sequential", logging_steps=1, report_to=[], use_cpu=True,
-        save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
-    trainer = hf.Trainer(model=model, args=settings, train_dataset=rows)
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    setup = CurveSetup("2MiB", CONTEXT, SEQUENCES, STEPS, data="text.txt")
+    return losses_of_model(model, peer, setup, RATE, Path("trainer"))
 
 
 def check(found: list[float], expected: list[float]) -> None:

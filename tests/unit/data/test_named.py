@@ -13,12 +13,15 @@ from atomtrain.data.rows import has_rows, read_rows
 from atomtrain.errors import DataError
 
 WRITTEN = {
-    "datasets:org/name": Named("org/name", None, "train", None, False),
-    "datasets:org/name:test": Named("org/name", None, "test", None, False),
-    "datasets:org/name:main:test": Named("org/name", "main", "test", None, False),
-    "stream:./here:train[:20]": Named("./here", None, "train", 20, True),
-    "stream:here[:1]": Named("here", None, "train", 1, True),
-    "datasets:here:train+test": Named("here", None, "train+test", None, False),
+    "datasets:org/name": Named("org/name", None, "train", ("", ""), False),
+    "datasets:org/name:test": Named("org/name", None, "test", ("", ""), False),
+    "datasets:org/name:main:test": Named("org/name", "main", "test", ("", ""), False),
+    "stream:./here:train[:20]": Named("./here", None, "train", ("", "20"), True),
+    "stream:here[:1]": Named("here", None, "train", ("", "1"), True),
+    "stream:here[5:]": Named("here", None, "train", ("5", ""), True),
+    "datasets:here:train+test": Named("here", None, "train+test", ("", ""), False),
+    "datasets:here:a:train[:10%]": Named("here", "a", "train", ("", "10%"), False),
+    "datasets:here[3:50%]": Named("here", None, "train", ("3", "50%"), False),
 }
 
 
@@ -42,11 +45,18 @@ def test_what_is_written_is_understood(spec: str, datasets: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "rest", ["", ":train", "a:b:c:d", "a:", "a[:0]", "a[3:5]", "a:train[:10%]", "a[:2]:train"]
-)
+    "rest",
+    ["", ":train", "a:b:c:d", "a:", "a[:0]", "a[:0%]", "a[5:3]", "a[2:2]", "a[90%:10%]", "a[:200%]",
+     "a[-5:]", "a[3]", "a[:2]:train"],
+)  # fmt: skip
 def test_what_cannot_be_understood_is_refused(rest: str, datasets: Any) -> None:
     with pytest.raises(DataError, match=r"is not written as stream:NAME, stream:NAME:SPLIT or"):
         parse_named(f"stream:{rest}")
+
+
+def test_percents_of_a_stream_are_refused(datasets: Any) -> None:
+    with pytest.raises(DataError, match=r"a stream has is not known; .* write datasets:a\[:10%\]"):
+        parse_named("stream:a[:10%]")
 
 
 def test_without_the_package_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,10 +81,19 @@ def test_files_of_a_folder_are_read_by_split(tmp_path: Path, datasets: Any) -> N
         assert texts(name) == ["one", "two", "three"]
         assert texts(f"{name}:test") == ["four"]
         assert texts(f"{name}:train[:2]") == ["one", "two"]
+        assert texts(f"{name}:train[1:9]") == ["two", "three"]
         assert [row.place for row in read_rows(f"{name}:test")] == [f"{folder}: row 1"]
         for wrong in (f"{name}:dev", f"{name}:other:train", f"{prefix}:{tmp_path / 'missing'}"):
             with pytest.raises(DataError, match="cannot be loaded"):
                 texts(wrong)
+
+
+def test_percents_are_those_of_the_package(tmp_path: Path, datasets: Any) -> None:
+    lines = [json.dumps({"text": str(number)}) for number in range(37)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    for part in ("[:10%]", "[10%:]", "[30%:70%]", "[97%:]"):
+        theirs = datasets.load_dataset(str(tmp_path), split=f"train{part}")["text"]
+        assert texts(f"datasets:{tmp_path}:train{part}") == list(theirs)
 
 
 def test_subsets_and_parquet(tmp_path: Path, datasets: Any) -> None:

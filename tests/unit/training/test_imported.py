@@ -257,6 +257,9 @@ def test_columns_of_one_s_own_are_told(tmp_path: Path) -> None:
         ("lora_rank: 64", {"lora": "r=64,alpha=128"}),
         ("datasets:\n  - {path: a.jsonl, field_messages: conversations, ds_type: json}",
          {"data": ("a.jsonl",)}),
+        ("datasets: [{path: org/a, split: 'train[:95%]'}]\n"
+         "test_datasets: [{path: org/a, split: 'train[95%:]'}]",
+         {"data": ("datasets:org/a:train[:95%]",), "validation": "datasets:org/a:train[95%:]"}),
     ],
 )  # fmt: skip
 def test_styles_that_are_understood_wholly(
@@ -280,6 +283,10 @@ def test_styles_that_are_understood_wholly(
         (
             "datasets: [{path: a.jsonl, split: 'train[:5%]'}]",
             "of a.jsonl: all rows are taken",
+        ),
+        (
+            "datasets: [{path: org/a, split: 'train[-9:]'}]",
+            "datasets: 'train[-9:]' of org/a has no counterpart; left out",
         ),
         ("lora_r: 8", "lora_r: 8: it is for adapters"),
         ("load_in_8bit: true", "load_in_8bit: True: it is for adapters"),

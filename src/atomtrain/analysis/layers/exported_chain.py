@@ -22,6 +22,7 @@ from atomtrain.analysis.layers.front import Rest
 from atomtrain.analysis.layers.graph_layer import GraphLayer, Mode, OtherMode, Recipe, Template
 from atomtrain.analysis.layers.graph_runs import Graph, Recipes, read_graph
 from atomtrain.analysis.layers.micro_batch import ImageTokens, Inputs, MicroBatch, image_tokens
+from atomtrain.analysis.layers.own_ending import Inner
 from atomtrain.errors import AnalysisError, ConfigError
 
 PREFIX = "model."
@@ -42,7 +43,7 @@ class ExportedLayers(NamedTuple):
 def exported_layers(
     model: nn.Module,
     example: MicroBatch,
-    inputs: Inputs | Rest,
+    inputs: Inputs | Rest | Inner,
     *,
     own_loss: bool,
     device: torch.device,

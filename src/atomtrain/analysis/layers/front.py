@@ -367,6 +367,29 @@ def instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Itera
 
 
 @contextmanager
+def elsewhere(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Have the weights of modules be on a device, without data: code asks for place and type."""
+    before = [
+        (module._parameters, name, own)
+        for module in modules
+        for name, own in module._parameters.items()
+        if own is not None
+    ]
+    zeros = {
+        dtype: torch.zeros((), dtype=dtype, device=device)
+        for dtype in {own.dtype for _, _, own in before}
+    }
+    holders: Any
+    try:
+        for holders, name, own in before:
+            holders[name] = zeros[own.dtype].expand(own.shape)
+        yield
+    finally:
+        for holders, name, own in before:
+            holders[name] = own
+
+
+@contextmanager
 def _same_buffers(model: nn.Module) -> Iterator[None]:
     """Refuse forward to put another tensor in the place of a buffer: it would be lost."""
     before = [dict(module._buffers) for module in model.modules()]

@@ -17,7 +17,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from atomtrain.analysis.export.structure import put_together, taken_apart
 from atomtrain.analysis.layers.chain import Layer
-from atomtrain.analysis.layers.front import NAME, Front, OwnCode, instead
+from atomtrain.analysis.layers.front import NAME, Front, OwnCode, elsewhere, instead
 from atomtrain.analysis.layers.front_calls import Calls, between, path_in, recorded_calls
 from atomtrain.errors import AnalysisError, ConfigError
 
@@ -146,29 +146,11 @@ class Part(OwnCode):
         run.ran(index, result, travels=index in self._written)
         return result
 
-    @contextmanager
-    def _other_weights(self, device: torch.device) -> Iterator[None]:
-        """Have the weights of other parts be on the device: code asks for their place and type."""
+    def _other_weights(self, device: torch.device) -> AbstractContextManager[None]:
+        """Have the weights of other parts be on the device."""
         absent = [self.base.get_submodule(path).modules() for path in self._absent]
         beside = [] if self.last else [self.base]
-        before = [
-            (module._parameters, name, own)
-            for module in itertools.chain(*absent, beside)
-            for name, own in module._parameters.items()
-            if own is not None
-        ]
-        zeros = {
-            dtype: torch.zeros((), dtype=dtype, device=device)
-            for dtype in {own.dtype for _, _, own in before}
-        }
-        holders: Any
-        try:
-            for holders, name, own in before:
-                holders[name] = zeros[own.dtype].expand(own.shape)
-            yield
-        finally:
-            for holders, name, own in before:
-                holders[name] = own
+        return elsewhere(itertools.chain(*absent, beside), device)
 
 
 class _Run:

@@ -16,6 +16,7 @@ from atomtrain.analysis.layers.cuts import Piece
 from atomtrain.analysis.layers.front import Rest
 from atomtrain.analysis.layers.graph_layer import Recipe
 from atomtrain.analysis.layers.micro_batch import Inputs
+from atomtrain.analysis.layers.own_ending import Inner
 from atomtrain.errors import AnalysisError
 
 
@@ -31,7 +32,7 @@ class Graph(NamedTuple):
 def read_graph(
     model: nn.Module,
     tensors: Sequence[Tensor],
-    inputs: Inputs | Rest,
+    inputs: Inputs | Rest | Inner,
     *,
     own_loss: bool,
     grad: bool,

@@ -127,17 +127,18 @@ class Inputs:
         used: Sequence[str],
         checks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
         free: Container[str] = (),
+        smaller: Container[str] = (),
     ) -> Callable[[MicroBatch], dict[str, Any]]:
         """Return a function that turns a micro-batch into the chain's inputs named `used`.
 
         Each of `checks` gets these inputs by name, and raises `ConfigError`. Those in `free` may
-        have any shapes.
+        have any shapes, those in `smaller` be smaller than in the example.
 
         The function raises `ConfigError` if the micro-batch lacks one, or is unlike the example.
         """
         wanted = set(used)
         names = (name for entry in self.of_forward for name in entry.tensors)
-        fixed = {name for name in names if name not in free}
+        fixed = {name: name in smaller for name in names if name not in free}
 
         def bind(micro_batch: MicroBatch) -> dict[str, Any]:
             values = self.values(micro_batch)
@@ -197,19 +198,25 @@ def _entry(name: str, value: Any) -> Entry:
     )
 
 
-def _check(entry: Entry, tensors: Sequence[Tensor], fixed: set[str]) -> None:
+def _check(entry: Entry, tensors: Sequence[Tensor], fixed: Mapping[str, bool]) -> None:
     if len(tensors) != len(entry.tensors):
         raise ConfigError(
             f"{entry.name} holds {len(tensors)} tensors, but the model was analysed with "
             f"{len(entry.tensors)}; swap it again with such an example"
         )
     for name, spec, tensor in zip(entry.tensors, entry.specs, tensors, strict=True):
-        if name in fixed and (tuple(tensor.shape), tensor.dtype) != spec:
+        given = Spec(tuple(tensor.shape), tensor.dtype)
+        if name in fixed and given != spec and not (fixed[name] and _is_smaller(given, spec)):
             raise ConfigError(
-                f"{name} is {_text(Spec(tuple(tensor.shape), tensor.dtype))}, but the model was "
+                f"{name} is {_text(given)}, but the model was "
                 f"analysed with {_text(spec)}; pad it (or drop the last, shorter micro-batch), or "
                 "swap the model with such an example"
             )
+
+
+def _is_smaller(given: Spec, spec: Spec) -> bool:
+    alike = (len(given.shape), given.dtype) == (len(spec.shape), spec.dtype)
+    return alike and all(one <= two for one, two in zip(given.shape, spec.shape, strict=True))
 
 
 def _text(spec: Spec) -> str:

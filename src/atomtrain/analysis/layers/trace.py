@@ -10,15 +10,21 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 from atomtrain.analysis.export.conditions import CPU
 from atomtrain.analysis.export.export import loss_in
+from atomtrain.analysis.export.structure import take_apart
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.analysis.layers.checking import check_against_model, layers_by_hand
 from atomtrain.analysis.layers.exported_chain import ExportedLayers, exported_layers
 from atomtrain.analysis.layers.front import FREE_SHAPES, Front, Rest, has_front
 from atomtrain.analysis.layers.front_parts import front_layers
 from atomtrain.analysis.layers.graph_layer import GraphLayer
+from atomtrain.analysis.layers.known_data import known_data
 from atomtrain.analysis.layers.larger_images import LargerImages
 from atomtrain.analysis.layers.micro_batch import (
     Entry,
@@ -28,6 +34,7 @@ from atomtrain.analysis.layers.micro_batch import (
     entries_of,
     numbered,
 )
+from atomtrain.analysis.layers.own_ending import Ending, Inner, has_ending
 from atomtrain.errors import AnalysisError, ConfigError
 
 __all__ = ["HasLayers", "Loss", "MicroBatch", "Traced", "chain_of"]
@@ -52,13 +59,42 @@ class HasLayers(Protocol):
         ...
 
 
+class _Example:
+    """Holds what a loss is given of the example."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+
 class _LossLayer(nn.Module):
-    def __init__(self, loss: Loss, extra: Sequence[str], as_mapping: bool, takes_batch: bool):
+    """Runs a loss as it is. Where data decide what it does, its costs are those of the example."""
+
+    def __init__(
+        self,
+        loss: Loss,
+        extra: Sequence[str],
+        as_mapping: bool,
+        takes_batch: bool,
+        example: Mapping[str, Any],
+    ) -> None:
         super().__init__()
         self._loss, self._extra = loss, tuple(extra)
         self._as_mapping, self._takes_batch = as_mapping, takes_batch
+        self._example = _Example([example[name] for name in self._extra])
 
     def forward(self, output: Any, *batch: Any) -> Tensor:
+        try:
+            return self._of(output, batch)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            given = take_apart(batch).tensors
+            data = take_apart(self._example.values).tensors
+            if any(tensor.is_meta for tensor in data):
+                raise
+            pairs = zip(given, (tensor.detach().cpu() for tensor in data), strict=True)
+            with known_data(pairs, others_are_zeros=True):
+                return self._of(output, batch)
+
+    def _of(self, output: Any, batch: Sequence[Any]) -> Tensor:
         if not self._takes_batch:
             return self._loss(output)
         if self._as_mapping:
@@ -118,18 +154,30 @@ def _exported(
     model: nn.Module, example: MicroBatch, loss: Loss | None, device: torch.device
 ) -> Traced:
     inputs = Inputs(model, example, own_loss=loss is None)
-    first, front, exported = _with_front(model, example, inputs, loss is None, device)
+    ending, refused = None, ""
+    try:
+        first, front, exported = _with_front(model, example, inputs, loss is None, device)
+    except AnalysisError as error:
+        if loss is not None or not has_ending(model, inputs.tensors(example)):
+            raise
+        refused = str(error)
+    if refused:
+        first, front = [], None
+        ending, exported = _inner(model, example, inputs, device, refused)
     layers, rebuild, ready, image_tokens = exported
     fixed = {name for layer in layers for name in layer.reads}
     free = {name for layer in first for name in layer.reads} - fixed
+    smaller = set[str]() if ending is None else set(inputs.tensor_names) - fixed
     last = layers[-1]
-    if loss is None:
+    if loss is None and ending is None:
         layers[-1] = Layer(last.name, last.module, last.reads, (LOSS,))
     else:
         assert isinstance(last.module, GraphLayer)
-        entries = inputs.entries if _takes_batch(loss) else []
+        judge = ending or loss
+        assert judge is not None
+        entries = inputs.entries if ending is not None or _takes_batch(judge) else []
         extra = [name for entry in entries for name in entry.tensors or (entry.name,)]
-        head = _OnOutput(last.module, rebuild, loss, entries, inputs.as_mapping, len(last.reads))
+        head = _OnOutput(last.module, rebuild, judge, entries, inputs, example, len(last.reads))
         layers[-1] = Layer(last.name, head, (*last.reads, *extra), (LOSS,))
     layers = [*first, *layers]
     used = {name for layer in layers for name in layer.reads}
@@ -137,12 +185,32 @@ def _exported(
     read = tuple(name for name in names if name in used)
     own = functools.partial(_own_loss, inputs, loss)
     checks = [tokens.check for tokens in image_tokens]
-    bind = inputs.binder(read, checks, free)
+    bind = inputs.binder(read, checks, free, smaller)
     chain = _chain(model, layers, read, LOSS)
     if front is None:
         return Traced(chain, bind, ready, own)
     larger = LargerImages(front, first, [name for name in inputs.tensor_names if name in free])
     return Traced(chain, bind, functools.partial(_ready, front, ready), own, larger)
+
+
+def _inner(
+    model: nn.Module,
+    example: MicroBatch,
+    inputs: Inputs,
+    device: torch.device,
+    refused: str,
+) -> tuple[Ending, ExportedLayers]:
+    """Return the layers of a model's inner model, and what is behind it as one loss of theirs."""
+    try:
+        ending = Ending(model, inputs, example)
+        behind = Layer("", ending, (), ())
+        exported = exported_layers(
+            model, example, Inner(ending), own_loss=False, device=device, before=[behind]
+        )
+    except AnalysisError as error:
+        raise AnalysisError(f"{refused}; nor is its inner model taken alone: {error}") from error
+    _log.info("%s ends by its own code: %s", type(model).__name__, refused)
+    return ending, exported
 
 
 def _ready(front: Front, ready: Callable[[bool], None], training: bool) -> None:
@@ -202,7 +270,7 @@ def _by_hand(
     values = inputs.values(example)
     layers = layers_by_hand(model, paths, {e.name: values[e.name] for e in inputs.of_forward})
     names = tuple(entry.name for entry in inputs.entries)
-    traced = _joined(model, layers, names, inputs.as_mapping, loss or loss_in)
+    traced = _joined(model, layers, names, example, loss or loss_in)
     own = functools.partial(_own_loss, inputs, loss)
     check_against_model(model, traced.chain, traced.bind(example), functools.partial(own, example))
     return traced._replace(own=own)
@@ -215,14 +283,14 @@ class _OnOutput(nn.Module):
         rebuild: Callable[[Sequence[Any]], Any],
         loss: Loss,
         entries: Sequence[Entry],
-        as_mapping: bool,
+        inputs: Inputs,
+        example: MicroBatch,
         reads: int,
     ) -> None:
         super().__init__()
         self.module = module
-        self.loss = _LossLayer(
-            loss, [entry.name for entry in entries], as_mapping, takes_batch=bool(entries)
-        )
+        extra, values = [entry.name for entry in entries], inputs.values(example)
+        self.loss = _LossLayer(loss, extra, inputs.as_mapping, bool(entries), values)
         self._rebuild, self._entries, self._reads = rebuild, tuple(entries), reads
 
     def forward(self, *values: Any) -> Tensor:
@@ -252,7 +320,7 @@ def _sequential(model: nn.Sequential, example: MicroBatch, loss: Loss | None) ->
     for name, module in zip(model._modules, model, strict=True):
         layers.append(Layer(name, module, (value,), (f"{name}.out",)))
         value = f"{name}.out"
-    return _joined(model, layers, entries, isinstance(example, Mapping), loss or loss_in)
+    return _joined(model, layers, entries, example, loss or loss_in)
 
 
 def _with_outer_loss(
@@ -265,11 +333,15 @@ def _with_outer_loss(
         raise ConfigError(f"{type(model).__name__} computes its own loss; leave out loss=...")
     entries = _given(example, names)
     layers = list(of_given(entries))
-    return _joined(model, layers, entries, isinstance(example, Mapping), loss)
+    return _joined(model, layers, entries, example, loss)
 
 
 def _joined(
-    model: nn.Module, layers: list[Layer], entries: tuple[str, ...], as_mapping: bool, loss: Loss
+    model: nn.Module,
+    layers: list[Layer],
+    entries: tuple[str, ...],
+    example: MicroBatch,
+    loss: Loss,
 ) -> Traced:
     """Return the chain of layers whose last value is the model's output, followed by the loss."""
     takes_batch = _takes_batch(loss)
@@ -277,7 +349,9 @@ def _joined(
     # The loss has no parameters: it joins the last layer, so that it is never a segment alone.
     last = layers[-1]
     own = len(last.reads)
-    head = _Joined(last.module, _LossLayer(loss, extra, as_mapping, takes_batch), own)
+    as_mapping, values = isinstance(example, Mapping), entries_of(example, entries)
+    judge = _LossLayer(loss, extra, as_mapping, takes_batch, values)
+    head = _Joined(last.module, judge, own)
     layers[-1] = Layer(last.name, head, (*last.reads, *extra), (LOSS,))
     used = {name for layer in layers for name in layer.reads}
     inputs = tuple(name for name in entries if name in used)

@@ -38,6 +38,7 @@ from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.costs.storages import StorageTracker, is_dense
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.analysis.layers.front import OwnCode
+from atomtrain.analysis.layers.own_ending import Ending
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.gpus import vendor_of
 from atomtrain.engine.execution.saved_script import in_other_mode
@@ -231,8 +232,8 @@ def compiled(
     layers: list[Layer] = []
     own_backward: dict[str, list[str]] = {}
     for layer, cost in zip(chain.layers, costs.layers, strict=True):
-        # A model's own code would be compiled anew for each size of images.
-        own_code = isinstance(layer.module, OwnCode)
+        # A model's own code would be compiled anew for each size of images or labels.
+        own_code = any(isinstance(each, OwnCode | Ending) for each in layer.module.modules())
         if own_code or not cost.forward_flops or not cost.saved.movable:
             layers.append(layer)
             if not cost.saved.movable:

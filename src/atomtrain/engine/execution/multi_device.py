@@ -260,10 +260,11 @@ def refresh(replica: Chain, chain: Chain) -> None:
 
 def _modules_of(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules in one, and those that it runs beside them."""
-    yield from module.modules()
-    for value in module.__dict__.values():
-        if isinstance(value, Aside):
-            yield from value.module.modules()
+    for each in module.modules():
+        yield each
+        for value in each.__dict__.values():
+            if isinstance(value, Aside):
+                yield from value.module.modules()
 
 
 def _replica(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:

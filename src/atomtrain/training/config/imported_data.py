@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from atomtrain.errors import ConfigError
+from atomtrain.data.named import written
+from atomtrain.errors import ConfigError, DataError
 
 DATA_KEYS = (
     "datasets", "test_datasets", "dataset", "eval_dataset", "dataset_dir", "val_set_size",
@@ -103,7 +104,7 @@ def _of_axolotl(said: Mapping[str, Any], key: str, left_out: list[str]) -> Itera
             left_out.append(f"{key}: data_files of {path}: all its files are taken")
             files = []
         if not files and not _is_file(path):
-            yield _named(path, known.get("name"), known.get("split"))
+            yield from _named(key, path, known.get("name"), known.get("split"), left_out)
             continue
         if rows:
             left_out.append(f"{key}: split of {path}: all rows are taken")
@@ -161,14 +162,21 @@ def _of_factory(said: Mapping[str, Any], key: str, left_out: list[str]) -> Itera
         if known.get("file_name"):
             yield str(folder / str(known["file_name"]))
         elif known.get("hf_hub_url"):
-            yield _named(str(known["hf_hub_url"]), known.get("subset"), known.get("split"))
+            hub = str(known["hf_hub_url"])
+            yield from _named(key, hub, known.get("subset"), known.get("split"), left_out)
         else:
             left_out.append(f"{key}: {name!r} is neither a file nor of Hugging Face; {instead}")
 
 
-def _named(name: str, subset: Any, split: Any) -> str:
+def _named(key: str, name: str, subset: Any, split: Any, left_out: list[str]) -> Iterator[str]:
     parts = [subset, split or ("train" if subset else None)]
-    return ":".join(["datasets", name, *(str(part) for part in parts if part)])
+    found = ":".join(["datasets", name, *(str(part) for part in parts if part)])
+    try:
+        written(found)
+    except DataError:
+        left_out.append(f"{key}: {shown(split or name)} of {name} has no counterpart; left out")
+    else:
+        yield found
 
 
 def _table(file: Path) -> dict[str, Any]:
