@@ -127,6 +127,7 @@ REGISTRY: dict[str, Benchmark] = {
         "atombench.averaging.averaging", "a round of averaging against hivemind and the link"
     ),
     "mistakes": Benchmark("atombench.mistakes", "how quickly and plainly mistakes are answered"),
+    "install": Benchmark("atombench.install", "packages and bytes that installing brings along"),
     "dashboard": Benchmark(
         "atombench.dashboard.dashboard", "the dashboard in a browser, with long runs and many peers"
     ),

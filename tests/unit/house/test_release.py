@@ -81,6 +81,20 @@ def test_a_tag_of_another_commit(checkout: Path) -> None:
     assert "the tag v1.2 is of another commit" in refusal(checkout)
 
 
+def test_a_tag_of_another_version(
+    checkout: Path, release: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    release.check(checkout, "1.2")
+    assert capsys.readouterr().out == (
+        "release: note that no tag says this version; git tag v1.2\n"
+    )
+    git(checkout, "tag", "v1.3")
+    assert "this commit has the tag v1.3" in refusal(checkout)
+    git(checkout, "tag", "v1.2")
+    release.check(checkout, "1.2")
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("heading", ["## 1.2", "## [1.2] - 2026-11-26", "## v1.2"])
 def test_a_section_has_the_version_and_perhaps_a_date(
     checkout: Path, heading: str, release: ModuleType
