@@ -145,8 +145,13 @@ def _exported(
     return Traced(chain, bind, functools.partial(_ready, front, ready), own, larger)
 
 
-def _ready(front: Front, ready: Callable[[bool], None], training: bool) -> None:
-    ready(training)
+def _ready(
+    front: Front,
+    ready: Callable[[bool, Callable[[], None]], None],
+    training: bool,
+    settle: Callable[[], None],
+) -> None:
+    ready(training, settle)
     if training:
         front.check_modes()
 

@@ -79,7 +79,8 @@ class GradientFragments(EngineFragments):
         for parameter, _ in self._engine.fragment_places(*self._ranges[index]):
             total = self._total(parameter)
             if total is not None:
-                total.zero_()
+                # Not only in place: where it adds up on the device, too, that has to know.
+                self._engine.masters.set_moments(parameter, {_SUM: total.zero_()})
         self._steps = 0
 
     def decayed(self, model: nn.Module) -> list[tuple[int, int]]:
