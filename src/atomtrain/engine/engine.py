@@ -232,6 +232,10 @@ class Engine:
         """
         batches = self._begin(micro_batches)
         self._measure_larger_images(batches)
+        with self._core.guarded():
+            # Exporting what the model does in evaluation switches flags that all threads see, so
+            # no optimizer may run meanwhile.
+            self._core.updates.wait()
         with self._core.evaluating():
             self._traced.ready(False, self._core.wait)
             with self._core.guarded(), self.device.computing():

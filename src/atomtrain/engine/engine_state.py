@@ -145,7 +145,7 @@ class Fragment:
         if self._view is not None:
             yield self._view
             return
-        buffer = torch.zeros(self._elements)
+        buffer = torch.zeros(self._elements, dtype=torch.float32)
         for parameter, index in self._places:
             self._part(buffer, parameter, index).copy_(masters.read(parameter))
         yield buffer

@@ -64,7 +64,10 @@ class GradientFragments(EngineFragments):
     @contextmanager
     def gradient(self, index: int) -> Iterator[Tensor]:
         """Lend the mean gradient since `forget`; between two steps only."""
-        (start, stop), flat = self._ranges[index], torch.zeros(self.elements[index])
+        (start, stop), flat = (
+            self._ranges[index],
+            torch.zeros(self.elements[index], dtype=torch.float32),
+        )
         self._engine.synchronize()
         for parameter, first in self._engine.fragment_places(start, stop):
             total = self._total(parameter)
