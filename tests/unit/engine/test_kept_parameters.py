@@ -74,7 +74,7 @@ def test_a_hook_that_was_there_before_is_refused_at_once(
 ) -> None:
     model = mlp()
     change(model)
-    with pytest.raises(ConfigError, match="'0.weight' has a hook"):
+    with pytest.raises(ConfigError, match=r"'0\.weight' has a hook"):
         swap(model, X, loss=square)
 
 
