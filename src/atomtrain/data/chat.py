@@ -20,7 +20,6 @@ from atomtrain.data.dialogues import (
     Message,
     Plain,
     exchanged,
-    is_answer,
     understand,
     understand_pair,
 )
@@ -211,8 +210,8 @@ class Encoder:
     def _rendered(self, said: Dialogue) -> Rendered:
         whole = self._template.render(said.messages)
         spans = []
-        for index, message in enumerate(said.messages):
-            if is_answer(message) and index >= said.from_message:
+        for index in range(len(said.messages)):
+            if said.learns(index):
                 spans.append(self._span(said.messages, index, whole))
         return Rendered(whole, spans)
 

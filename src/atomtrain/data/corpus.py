@@ -23,7 +23,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from atomtrain.data.rows import GLOB_SIGNS, is_table, visible_files
+from atomtrain.data.rows import GLOB_SIGNS, is_table, unique_files, visible_files
 from atomtrain.errors import DataError
 from atomtrain.units import format_bytes
 
@@ -122,7 +122,7 @@ def read_corpus(spec: str | None) -> Corpus:
     if spec is None:
         documents = tuple(_document(name, text) for name, text in demo_texts())
         return Corpus(name=DEMO_NAME, documents=documents)
-    documents = tuple(_read_document(path) for path in _unique(_match(spec)))
+    documents = tuple(_read_document(path) for path in unique_files(_match(spec)))
     return _checked(
         Corpus(
             name=spec,
@@ -140,6 +140,15 @@ def check_files(spec: str) -> None:
     """
     for _ in _match(spec):
         pass
+
+
+def named_files(spec: str) -> set[str]:
+    """Return the real paths of all files that a user names; reads none of them.
+
+    Raises:
+        DataError: as of `check_files`.
+    """
+    return {os.path.realpath(path) for path in _match(spec)}
 
 
 def corpus_of_texts(name: str, texts: Iterable[str]) -> Corpus:
@@ -212,14 +221,6 @@ def _match_many(part: str, path: Path) -> list[Path]:
             f"{named}"
         )
     return sorted(found, key=str)
-
-
-def _unique(paths: Iterable[Path]) -> list[Path]:
-    """Drop files that were named twice; the first place counts."""
-    found: dict[Path, Path] = {}
-    for path in paths:
-        found.setdefault(path.resolve(), path)
-    return list(found.values())
 
 
 def _read_document(path: Path) -> Document:

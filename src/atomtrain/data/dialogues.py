@@ -45,6 +45,10 @@ _NAMES = {"text": ("text",), "image": ("path", "image", "url")}
 """Keys of what a content's item holds; an image's are those of transformers' chat templates."""
 
 
+_UNREAD = "tool_calls", "function_call", "reasoning_content", "thinking"
+"""What others' messages say beside their content."""
+
+
 class NoAnswerError(DataError):
     """A row says nothing that could be learnt."""
 
@@ -56,6 +60,13 @@ class Dialogue(NamedTuple):
     messages: list[Message]
     from_message: int = 0
     """The first message whose answers are learnt."""
+    unlearnt: frozenset[int] = frozenset()
+    """Messages that have the weight 0."""
+
+    def learns(self, index: int) -> bool:
+        """Return whether a message is an answer that is to be learnt."""
+        learnt = index >= self.from_message and index not in self.unlearnt
+        return learnt and is_answer(self.messages[index])
 
 
 class Plain(NamedTuple):
@@ -71,16 +82,22 @@ def understand(row: Row) -> Dialogue | Plain:
 
     Raises:
         NoAnswerError: it has no answer.
-        DataError: it is of none of the kinds, or lacks something; names file and line.
+        DataError: it is of none of the kinds, lacks something, or says what is not read; names file
+            and line.
     """
     values = row.values
+    if values.get("tools") and values["tools"] != "[]":
+        raise DataError(
+            f"{row.place}: has tools, which are not read; write them into a system message, as the "
+            "model is to see them"
+        )
     if is_pair(row):
         raise DataError(
             f"{row.place}: is a pair of answers (chosen and rejected); learn from such with "
             "--objective dpo, simpo, orpo or reward, and from no other rows beside them"
         )
     if values.get("messages") is not None:
-        return _answered(row, "messages", _messages(row, "messages"))
+        return _weighted(row)
     if values.get("conversations") is not None:
         return _answered(row, "sharegpt", _turns(row))
     if "instruction" in values and "output" in values:
@@ -214,6 +231,29 @@ def _shared(row: Row) -> int:
     return count
 
 
+def _weighted(row: Row) -> Dialogue:
+    """Return messages, without those of the weight 0 among what is learnt.
+
+    Raises:
+        NoAnswerError: nothing is left to learn.
+        DataError: a weight is neither 0 nor 1.
+    """
+    messages, unlearnt = _messages(row, "messages"), set()
+    for index, message in enumerate(row.values["messages"]):
+        weight = message.get("weight")
+        if weight not in (None, 0, 1):
+            raise DataError(
+                f"{row.place}: messages[{index}] has the weight {weight!r:.40}; allowed are 0 (not "
+                "learnt) and 1"
+            )
+        if weight == 0:
+            unlearnt.add(index)
+    found = Dialogue("messages", messages, unlearnt=frozenset(unlearnt))
+    if not any(map(found.learns, range(len(messages)))):
+        raise NoAnswerError(f"{row.place}: no message is an assistant's answer")
+    return found
+
+
 def _answered(row: Row, kind: str, messages: list[Message]) -> Dialogue:
     if not any(is_answer(message) for message in messages):
         raise NoAnswerError(f"{row.place}: no message is an assistant's answer")
@@ -242,6 +282,12 @@ def _message(row: Row, key: str, index: int, message: Any) -> Message:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise DataError(f"{where} has the role {role!r}; allowed are {', '.join(ROLES)}")
+    for name in _UNREAD:
+        if message.get(name):
+            raise DataError(
+                f"{where} has {name}, which is not read; write it into the content, as the model "
+                "is to say or see it"
+            )
     if isinstance(content, list):
         items = [_item(f"{where}: content[{i}]", item) for i, item in enumerate(content)]
         if role == "assistant" and any(item["type"] == "image" for item in items):
@@ -271,6 +317,8 @@ def _turns(row: Row) -> list[Message]:
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{row.place}: 'conversations' must be a list of turns")
     messages = []
+    if row.values.get("system"):
+        messages.append({"role": "system", "content": _text(row, "system")})
     for index, turn in enumerate(turns):
         where = f"{row.place}: conversations[{index}]"
         if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str):
@@ -288,13 +336,21 @@ def _alpaca(row: Row) -> list[Message]:
     asked = _text(row, "instruction")
     if row.values.get("input"):
         asked = f"{asked}\n\n{_text(row, 'input')}"
-    messages = [
+    messages = []
+    if row.values.get("system"):
+        messages.append({"role": "system", "content": _text(row, "system")})
+    for before in row.values.get("history") or ():
+        pair = isinstance(before, list | tuple) and len(before) == 2
+        if not pair or not all(isinstance(said, str) for said in before):
+            raise DataError(f"{row.place}: 'history' must be a list of pairs of texts")
+        asked_before, answer = before
+        messages.append({"role": "user", "content": asked_before})
+        messages.append({"role": "assistant", "content": answer})
+    return [
+        *messages,
         {"role": "user", "content": asked},
         {"role": "assistant", "content": text_of(row, "output")},
     ]
-    if row.values.get("system"):
-        messages.insert(0, {"role": "system", "content": _text(row, "system")})
-    return messages
 
 
 def _completion(row: Row) -> Dialogue | Plain:

@@ -10,7 +10,8 @@ import csv
 import glob
 import itertools
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -92,7 +93,15 @@ def _files(spec: str) -> list[Path]:
             found += _inside(path)
         else:
             found.append(path)
-    return found
+    return unique_files(found)
+
+
+def unique_files(paths: Iterable[Path]) -> list[Path]:
+    """Drop files that were named twice; the first place counts."""
+    found: dict[str, Path] = {}
+    for path in paths:
+        found.setdefault(os.path.realpath(path), path)
+    return list(found.values())
 
 
 def visible_files(folder: Path) -> Iterator[Path]:

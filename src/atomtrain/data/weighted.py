@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from atomtrain.data.corpus import check_files
+from atomtrain.data.corpus import check_files, named_files
 from atomtrain.data.dialogues import NoAnswerError, understand
 from atomtrain.data.named import PREFIXES, is_named, parse_named
 from atomtrain.data.rows import GLOB_SIGNS, has_rows, read_rows
@@ -73,6 +73,44 @@ def check_sources(
         else:
             check_files(spec)
             _check_first_row(spec, conversations=conversations)
+    check_apart(data, validation)
+
+
+def check_apart(data: Sequence[str], validation: str | None) -> None:
+    """Refuse a file that a run would learn from and be judged by.
+
+    That is one of the validation that is among the data, or, where the data hold out a part, one
+    that lies in two sources: each holds out rows of its own.
+
+    Args:
+        data: Sources with weights.
+        validation: One without, or None.
+
+    Raises:
+        DataError: names the file.
+    """
+    specs = list(dict.fromkeys(parse_weighted(each).spec for each in data))
+    if len(specs) + (validation is not None) < 2:
+        return
+    sources = {spec: {spec} if is_named(spec) else named_files(spec) for spec in specs}
+    judged = set[str]()
+    if validation is not None:
+        judged = {validation} if is_named(validation) else named_files(validation)
+    seen: dict[str, str] = {}
+    for spec, files in sources.items():
+        for file in sorted(files):
+            if file in judged:
+                raise DataError(
+                    f"--validation {validation}: {file} is among the files of --data {spec}, which "
+                    "are learnt; leave it out there"
+                )
+            if file in seen and validation is None:
+                raise DataError(
+                    f"{file} is in --data {seen[file]} and in --data {spec}; what one holds out to "
+                    "be judged by the other would learn: name it once, with a weight to have it "
+                    "count more"
+                )
+            seen.setdefault(file, spec)
 
 
 def _check_first_row(spec: str, *, conversations: bool) -> None:

@@ -46,6 +46,7 @@ from atomtrain.engine.planner import (
 )
 from atomtrain.engine.state.disk_parameters import Placement, placed
 from atomtrain.engine.state.gradients import with_gradients_in
+from atomtrain.engine.state.kept_parameters import check_hooks
 from atomtrain.engine.state.precision import LossScale, Narrowed
 from atomtrain.engine.state.store import HostStore, require_data
 from atomtrain.engine.updates.optimizer import (
@@ -181,6 +182,7 @@ def _open(
             chain = split_head(chain, options.head_pieces)
         chain = with_gradients_in(chain, options.gradient_dtype)
         require_data(chain)
+        check_hooks(chain.parameters, chain.names)
         if opened.one_memory and (options.host_layers or options.disk is not None):
             what = "host_layers" if options.host_layers else "disk"
             raise ConfigError(

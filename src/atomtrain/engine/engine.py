@@ -15,6 +15,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from atomtrain.analysis.export.as_traced import AsTraced
+from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.analysis.layers.trace import MicroBatch, Traced
 from atomtrain.engine.calibration.compile_choice import CompileChoice
 from atomtrain.engine.devices.device import Device
@@ -54,6 +56,8 @@ class Engine:
         self.recording = False
         """Whether steps note what each stream does, for `last_spans`."""
         self._record: Record | None = None
+        traces = any(isinstance(layer.module, GraphLayer) for layer in traced.chain.layers)
+        self._as_measured = None if traces else AsTraced(core.model)
 
     @property
     def traced(self) -> Traced:
@@ -140,8 +144,13 @@ class Engine:
         """
         batches = self._begin(micro_batches)
         self._core.updates.require_disk()
-        self._traced.ready(True)
+        self._core.kept.check()
+        self._core.whole.check()
+        if self._core.whole.holds:
+            self.synchronize()
+        self._traced.ready(True, self._core.wait)
         self._measure_larger_images(batches)
+        self._measure_other_layers(batches[0])
         self._core.make_room(len(batches))
         started_s = time.perf_counter()
         for device in self.devices:
@@ -228,7 +237,7 @@ class Engine:
             # no optimizer may run meanwhile.
             self._core.updates.wait()
         with self._core.evaluating():
-            self._traced.ready(False)
+            self._traced.ready(False, self._core.wait)
             with self._core.guarded(), self.device.computing():
                 losses: list[Tensor] = []
                 most = self.plan.micro_batches * len(self.devices)
@@ -278,11 +287,14 @@ class Engine:
     def synchronize(self) -> None:
         """Block until all updates are applied and the model on the host is current.
 
+        What the caller then writes to its parameters is what the next step uses.
+
         Raises:
             StreamError: a transfer or update failed, or an earlier step did; then part of the
                 model is a step ahead of the rest, and must not be taken for a model.
         """
         self._core.synchronize()
+        self._core.wrote_blocks(range(self._core.store.layout.blocks))
 
     def wait(self) -> None:
         """Block until all updates that the steps began are done.
@@ -419,6 +431,14 @@ class Engine:
         if larger is not None and largest is not None:
             with larger.as_example(largest):
                 self._core.measure_again(largest)
+
+    def _measure_other_layers(self, micro_batch: Mapping[str, Any]) -> None:
+        """Make a new plan if layers that run by their own code draw random numbers or change
+        buffers, and did not before: their recomputing has to know."""
+        if self._as_measured is None or not self._as_measured.changes():
+            return
+        self._core.measure_random(micro_batch)
+        self._as_measured = AsTraced(self.model)
 
 
 def _mean(losses: Sequence[Tensor]) -> float:

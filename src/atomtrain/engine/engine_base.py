@@ -28,8 +28,10 @@ from atomtrain.engine.execution.multi_device import (
     executor_of,
 )
 from atomtrain.engine.planner import Planner
+from atomtrain.engine.state.kept_parameters import KeptParameters
 from atomtrain.engine.state.precision import Masters, Part
 from atomtrain.engine.state.store import HostStore
+from atomtrain.engine.state.whole_optimizer import WholeOptimizer
 from atomtrain.engine.updates.updates import Combining, Updates
 from atomtrain.errors import ConfigError, StreamError
 from atomtrain.planning.plan.layout import host_gradients
@@ -86,6 +88,18 @@ class EngineCore:
         present = None if updates.disk is None else updates.disk.present
         self.masters = Masters(updates.worker_of, present, self._wrote)
         """The parameters' values; call `synchronize` before."""
+        self.kept = KeptParameters(planner.chain)
+        """The parameters, as callers must leave them."""
+        there = weakref.ref(self)
+
+        def synchronize() -> None:
+            if (core := there()) is not None:
+                core.synchronize()
+
+        self.whole = WholeOptimizer(
+            updates.optimizer, self.masters, planner.chain.names, synchronize
+        )
+        """The optimizer of all parameters."""
         self._broken: BaseException | None = None
         self.closed = False
         self.undo = contextlib.ExitStack()
@@ -108,6 +122,7 @@ class EngineCore:
             self.bring_to_host(range(self.store.layout.blocks), moments=True)
             self.devices[0].synchronize()
             self.executor.buffers.to_host()
+        self.whole.hand_over()
 
     def wait(self) -> None:
         """See `Engine.wait`."""
@@ -155,6 +170,27 @@ class EngineCore:
         self._follow(
             planner.with_costs(layer_costs(planner.chain, inputs, device)), self.plan.micro_batches
         )
+
+    def measure_random(self, inputs: Mapping[str, Any]) -> None:
+        """Make a new plan if a layer draws random numbers or changes buffers that did not before.
+
+        Raises:
+            ConfigError: layers are compiled.
+            PlanError: no plan fits.
+        """
+        planner = self.planner
+        self.synchronize()
+        costs = layer_costs(planner.chain, inputs, self.devices[0].torch_device)
+        for old, new in zip(planner.costs.layers, costs.layers, strict=True):
+            if new.random <= old.random and new.changes_buffers <= old.changes_buffers:
+                continue
+            if planner.compiling.compiled or len(self.devices) > 1:
+                raise ConfigError(
+                    f"layer {new.name!r} draws random numbers or changes buffers now, and did not "
+                    "when the model was swapped; swap it again"
+                )
+            self._follow(planner.with_costs(costs), self.plan.micro_batches)
+            return
 
     def _follow(self, planner: Planner, micro_batches: int) -> None:
         """Make a new plan, and go on by it."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.engine_base import EngineCore
 from atomtrain.engine.state.precision import Masters
+from atomtrain.engine.state.whole_optimizer import check_shapes
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.plan import Region, memory_map
@@ -68,26 +69,9 @@ class ModelState:
         for name, values in state.items():
             if name not in parameters:
                 raise ConfigError(f"optimizer state names {name!r}, which the model does not have")
-            _check_shapes(name, parameters[name], values)
+            check_shapes(name, parameters[name], values)
         for name, values in state.items():
             self._masters.set_moments(parameters[name], values)
-
-
-_ELEMENTWISE = (
-    "exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "square_avg",
-    "grad_avg", "sum", "acc_delta", "prev",
-)  # fmt: skip
-"""Keys of torch's and ATOM's optimizers whose tensors have the parameter's shape."""
-
-
-def _check_shapes(name: str, parameter: Tensor, values: Mapping[str, Any]) -> None:
-    for key in _ELEMENTWISE:
-        value = values.get(key)
-        if isinstance(value, Tensor) and value.shape != parameter.shape:
-            raise ConfigError(
-                f"optimizer state {key!r} of {name!r} has shape {list(value.shape)}, the parameter "
-                f"has {list(parameter.shape)}; load the state of this very model"
-            )
 
 
 def fragment_ranges(layout: Layout, each_bytes: int) -> list[tuple[int, int]]:
@@ -161,7 +145,7 @@ class Fragment:
         if self._view is not None:
             yield self._view
             return
-        buffer = torch.zeros(self._elements)
+        buffer = torch.zeros(self._elements, dtype=torch.float32)
         for parameter, index in self._places:
             self._part(buffer, parameter, index).copy_(masters.read(parameter))
         yield buffer

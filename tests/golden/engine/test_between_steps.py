@@ -111,13 +111,16 @@ def write(engine: atomtrain.Engine | None, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("between", [scale, load, write])
+@pytest.mark.parametrize("on_device", [False, True])
 def test_what_is_written_between_steps_is_what_the_next_one_uses(
-    between: Callable[[Any, nn.Module], None],
+    between: Callable[[Any, nn.Module], None], on_device: bool
 ) -> None:
     model, steps = gpt(0.0, tied=False), token_batches(2, steps=4)
     reference = twin(model)
     resident = adamw(reference.parameters())
-    options = {"segments": 4, "slots": 3, "host_layers": 0, "micro_batches": 2}
+    options: dict[str, Any] = {"segments": 4, "slots": 3, "host_layers": 0, "micro_batches": 2}
+    if on_device:
+        options = {"optimizer_on_device": True, "micro_batches": 2}
     with swap(model, steps[0][0], inject=random_delays(1), **options) as engine:
         for first, second in (steps[:2], steps[2:]):
             for step in (first, second):

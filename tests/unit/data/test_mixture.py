@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from atomtrain.data.chat import Example
 from atomtrain.data.corpus import HoldOut
 from atomtrain.data.examples import Examples, Rows
 from atomtrain.data.material import ExampleMaterial, MixedSampler, Mixture, PairMaterial, References
+from atomtrain.data.rows import read_rows
 from atomtrain.data.sampler import SamplerConfig
 from atomtrain.data.weighted import Weighted, check_sources, parse_weighted
 from atomtrain.errors import DataError
@@ -191,3 +193,38 @@ def test_the_first_row_is_looked_at_before_anything_heavy(tmp_path: Path) -> Non
         check_sources([str(file)], None, conversations=True)
     file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
     check_sources([str(file)], None, conversations=True)
+
+
+def _rows(file: Path) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"prompt": "a", "completion": f"b {number}"} for number in range(3)]
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return file
+
+
+def test_what_a_run_is_judged_by_is_not_learnt(tmp_path: Path) -> None:
+    folder = tmp_path / "chats"
+    train, judged = _rows(folder / "train.jsonl"), _rows(folder / "val.jsonl")
+    for data in (str(folder), f"{folder}/*.jsonl", f"{train},{judged}", f"{folder}/../chats"):
+        with pytest.raises(DataError, match=r"val\.jsonl is among the files of --data"):
+            check_sources([data], str(judged))
+    with pytest.raises(DataError, match="is among the files of --data datasets:a/b:test"):
+        check_sources(["datasets:a/b", "datasets:a/b:test"], "datasets:a/b:test")
+    check_sources([str(train)], str(judged))
+    check_sources(["datasets:a/b", str(train)], "datasets:a/b:test")
+
+
+def test_a_file_is_in_one_source(tmp_path: Path) -> None:
+    """Each source holds out rows by their places in it, so another one would learn them."""
+    folder = tmp_path / "chats"
+    one, judged = _rows(folder / "one.jsonl"), _rows(tmp_path / "judged.jsonl")
+    with pytest.raises(DataError, match=r"one\.jsonl is in --data .* name it once"):
+        check_sources([str(folder), f"{one}:2"], None)
+    check_sources([str(folder), f"{one}:2"], str(judged))
+    check_sources([f"{one}:2", str(one)], None)
+
+
+def test_a_file_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    one, other = _rows(tmp_path / "one.jsonl"), _rows(tmp_path / "other.jsonl")
+    found = [row.place for row in read_rows(f"{other},{tmp_path}/*.jsonl")]
+    assert found == [f"{file}:{line}" for file in (other, one) for line in (1, 2, 3)]

@@ -469,3 +469,45 @@ def test_a_json_list_is_read_piece_by_piece(
         file.write_text(wrong)
         with pytest.raises(DataError, match=r"row \d is not JSON"):
             list(read_rows(str(file)))
+
+
+def test_what_was_said_before_is_read() -> None:
+    """A system prompt beside turns, and the turns before an instruction."""
+    turns = [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "sat"}]
+    said = understand(row(conversations=turns, system="Be brief."))
+    assert isinstance(said, Dialogue)
+    assert [message["role"] for message in said.messages] == ["system", "user", "assistant"]
+    said = understand(
+        row(instruction="third", output="3", history=[["first", "1"], ["second", "2"]])
+    )
+    assert isinstance(said, Dialogue)
+    assert [message["content"] for message in said.messages] == [
+        "first", "1", "second", "2", "third", "3",
+    ]  # fmt: skip
+    for wrong in ("first", [["first"]], [["first", 1]]):
+        with pytest.raises(DataError, match="'history' must be a list of pairs of texts"):
+            understand(row(instruction="third", output="3", history=wrong))
+
+
+def test_answers_of_weight_0_are_not_learnt() -> None:
+    pytest.importorskip("transformers")
+    messages = [ASK, {**ANSWER, "weight": 0}, ASK, {**ANSWER, "content": "ran", "weight": 1}]
+    assert answers_of(encoder().encode(row(messages=messages))) == "ran<|endoftext|>"
+    with pytest.raises(NoAnswerError):
+        encoder().encode(row(messages=messages[:2]))
+    with pytest.raises(DataError, match=r"messages\[1\] has the weight 0.5; allowed are 0"):
+        understand(row(messages=[ASK, {**ANSWER, "weight": 0.5}]))
+
+
+@pytest.mark.parametrize("name", ["tool_calls", "function_call", "reasoning_content", "thinking"])
+def test_what_messages_say_beside_their_content_is_not_lost_in_silence(name: str) -> None:
+    with pytest.raises(DataError, match=rf"messages\[1\] has {name}, which is not read"):
+        understand(row(messages=[ASK, {**ANSWER, name: "something"}]))
+    understand(row(messages=[ASK, {**ANSWER, name: None}]))
+
+
+def test_tools_are_not_lost_in_silence() -> None:
+    for nothing in (None, [], "", "[]"):
+        understand(row(messages=[ASK, ANSWER], tools=nothing))
+    with pytest.raises(DataError, match="has tools, which are not read"):
+        understand(row(messages=[ASK, ANSWER], tools=[{"name": "search"}]))

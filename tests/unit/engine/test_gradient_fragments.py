@@ -76,3 +76,18 @@ def test_weights_decay_and_biases_do_not(model: nn.Sequential, engine: atomtrain
         here = decayed[first : first + parameter.numel()]
         assert here.all() if parameter.ndim == 2 else not here.any()
     assert int(decayed.sum()) == 3 * WIDTH * WIDTH
+
+
+def test_sums_on_the_device_begin_anew_too(model: nn.Sequential) -> None:
+    batches = [torch.randn(4, WIDTH) for _ in range(3)]
+    with swap(
+        model, batches[0], optimizer=GradientCollector, loss=square, optimizer_on_device=True
+    ) as engine:
+        fragments = GradientFragments(engine)
+        for batch in batches:
+            engine.step([batch])
+            fragments.note_step()
+            expected = gradients_of(model, batch)
+            for got, own in zip(lent(fragments, model), expected, strict=True):
+                assert torch.equal(got, own)
+            fragments.forget(0)

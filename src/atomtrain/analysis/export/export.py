@@ -147,7 +147,7 @@ def export(
             if (after := attributes_of(model)) != before:
                 # A first call may prepare a model, if it and later calls do the same.
                 later = _Recorded(model, call, own_loss, way.as_eager)
-                if _does_the_same(_traced(later, given, grad, way), exported) and _is_in(
+                if does_the_same(_traced(later, given, grad, way), exported) and _is_in(
                     later.output.attributes, after
                 ):
                     before = after
@@ -167,7 +167,10 @@ def export(
     return exported
 
 
-def _does_the_same(one: Exported, other: Exported) -> bool:
+def does_the_same(one: Exported, other: Exported) -> bool:
+    """Return whether two calls of a model, exported just now, are the same operations."""
+    if len(one.literals) != len(other.literals):
+        return False
     literals = zip(one.literals.values(), other.literals.values(), strict=True)
     return _operations(one) == _operations(other) and all(
         mine.dtype == its.dtype and torch.equal(mine, its) for mine, its in literals

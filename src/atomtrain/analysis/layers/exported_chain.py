@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from atomtrain.analysis.export.export import place_of
+from atomtrain.analysis.export.as_traced import AsTraced, undone
+from atomtrain.analysis.export.export import Exported, does_the_same, export, place_of
 from atomtrain.analysis.layers.chain import Layer
 from atomtrain.analysis.layers.cuts import Piece, find_pieces
 from atomtrain.analysis.layers.front import Rest
@@ -34,8 +35,8 @@ class ExportedLayers(NamedTuple):
     """The last one writes the tensors of the model's output, in order, or the loss."""
     rebuild: Callable[[Sequence[Any]], Any]
     """Makes the model's output from what the last layer writes."""
-    ready: Callable[[bool], None]
-    """`ready(training)` prepares the layers for a step (`True`) or for evaluation."""
+    ready: Callable[[bool, Callable[[], None]], None]
+    """See `Traced`."""
     image_tokens: list[ImageTokens]
     """What must hold of each micro-batch."""
 
@@ -74,9 +75,17 @@ def exported_layers(
     own = tuple(layers)  # the caller may put another layer in the list
     attached = False
 
-    def ready(training: bool) -> None:
+    known = {mode.training: AsTraced(model)}
+
+    def exported_now() -> Exported:
+        grad = not mode.is_other
+        return export(model, shapes, inputs.call, own_loss=own_loss, grad=grad, device=device)
+
+    def ready(training: bool, settle: Callable[[], None]) -> None:
         nonlocal attached
-        if not mode.is_other:
+        if not mode.is_other or (attached and not training):
+            before = known[model.training]
+            known[model.training] = _require_same(model, before, exported_now, settle)
             return
         if training:
             raise ConfigError(
@@ -84,14 +93,45 @@ def exported_layers(
                 f"training={model.training} now; call model.train({mode.training}), or swap it "
                 "again"
             )
-        if not attached:
-            other = read_graph(model, shapes, inputs, own_loss=own_loss, grad=False, device=device)
-            attach(other, first, own, inputs.tensor_names)
-            attached = True
+        settle()
+        other = read_graph(model, shapes, inputs, own_loss=own_loss, grad=False, device=device)
+        attach(other, first, own, inputs.tensor_names)
+        attached = True
+        known[model.training] = AsTraced(model)
 
     exported = graph.exported
     tokens = image_tokens(model, exported.graph, exported.inputs, inputs.tensor_names)
     return ExportedLayers(layers, exported.rebuild, ready, tokens)
+
+
+def _require_same(
+    model: nn.Module,
+    known: AsTraced,
+    exported: Callable[[], Exported],
+    settle: Callable[[], None],
+) -> AsTraced:
+    """Refuse what the caller has changed since the model was traced, if forward reads it.
+
+    Returns:
+        Modules as they are now, or `known`.
+
+    Raises:
+        ConfigError: forward would do something else now.
+    """
+    changes, hooks = known.changes(), known.other_hooks()
+    if not changes and hooks is None:
+        return known
+    what = f"{hooks} has other hooks" if hooks is not None else changes[0].told
+    if hooks is None:
+        settle()
+        with undone(changes):
+            before = exported()
+        if does_the_same(before, exported()):  # a number of the caller's own
+            return AsTraced(model)
+    raise ConfigError(
+        f"{what}, but the model runs as it was when it was swapped; keep a number that changes in "
+        "a registered buffer (and call engine.refresh_buffers()), or swap the model again"
+    )
 
 
 def _layers(graph: Graph, recipes: Recipes, mode: Mode) -> list[Layer]:

@@ -40,8 +40,9 @@ class Traced(NamedTuple):
 
     chain: Chain
     bind: Callable[[MicroBatch], dict[str, Any]]
-    ready: Callable[[bool], None] = lambda training: None
-    """Call `ready(training)` before steps (`True`) and evaluations, in the mode that they run in.
+    ready: Callable[[bool, Callable[[], None]], None] = lambda training, settle: None
+    """Call `ready(training, settle)` before steps (`True`) and evaluations, in the mode that they
+    run in. It calls `settle` before it traces the model, which no other thread may notice.
 
     Raises `AnalysisError` or `ConfigError` if the layers cannot run in that mode.
     """

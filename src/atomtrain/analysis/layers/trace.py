@@ -213,8 +213,13 @@ def _inner(
     return ending, exported
 
 
-def _ready(front: Front, ready: Callable[[bool], None], training: bool) -> None:
-    ready(training)
+def _ready(
+    front: Front,
+    ready: Callable[[bool, Callable[[], None]], None],
+    training: bool,
+    settle: Callable[[], None],
+) -> None:
+    ready(training, settle)
     if training:
         front.check_modes()
 

@@ -30,7 +30,12 @@ from atomtrain.engine.calibration.probes import (
 from atomtrain.engine.calibration.profile_cache import ProfileCache, profile_folder
 from atomtrain.engine.devices.streams import Stream
 from atomtrain.engine.state.gradients import accept_wide
-from atomtrain.engine.updates.optimizer import KnowsItsProducts, KnowsItsState, tell_scaling
+from atomtrain.engine.updates.optimizer import (
+    KnowsItsProducts,
+    KnowsItsState,
+    copied,
+    tell_scaling,
+)
 from atomtrain.planning.plan.updating import ParameterUpdate, UpdateModel
 
 _COLUMNS = 1024
@@ -213,10 +218,7 @@ def _step(optimizer: torch.optim.Optimizer, kind: Kind) -> Callable[[], None]:
     accept_wide(probe, kind.gradient_factor)
     gradient = _values(kind.shape, random)
     probe.grad = gradient if kind.gradient_factor > 1 else gradient.to(kind.dtype)
-    worker = optimizer.__class__.__new__(optimizer.__class__)
-    worker.__dict__.update(optimizer.__dict__)
-    worker.param_groups = [{**kind.group, "params": [probe]}]
-    worker.state = type(optimizer.state)(dict)
+    worker = copied(optimizer, [{**kind.group, "params": [probe]}])
     # Hooks are the caller's, and of his own steps.
     worker._optimizer_step_pre_hooks = OrderedDict()
     worker._optimizer_step_post_hooks = OrderedDict()

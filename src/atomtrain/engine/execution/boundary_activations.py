@@ -151,7 +151,7 @@ class BoundaryActivations:
                 held.device = held.host
                 continue
             source = held.host
-            if held.given and not is_dense(source):
+            if held.given and span_bytes(source) > source.nbytes:
                 target = brought = self._device.empty(tuple(source.shape), source.dtype)
             else:
                 memory = self._device.empty((placed_bytes(source),), torch.uint8)
@@ -227,8 +227,8 @@ def _to_copy(value: Tensor) -> Tensor:
 
 
 def _moved_bytes(held: _Held) -> int:
-    n_bytes: int = held.host.nbytes
-    return n_bytes if held.given else span_bytes(held.host)
+    n_bytes: int = span_bytes(held.host)
+    return min(n_bytes, held.host.nbytes) if held.given else n_bytes
 
 
 class Wanted(NamedTuple):

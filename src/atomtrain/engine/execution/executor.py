@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.layers.chain import Chain
@@ -78,6 +79,7 @@ class Executor:
         window_bytes = SavedTensors(chain, planned).window_bytes
         # Compiled layers would run operation by operation if these were watched.
         compiled = any(isinstance(layer, CompiledLayer) for layer in chain.layers)
+        self._compiled = compiled
         remakes = plan.remakes and not compiled
         self._graphs = Graphs(
             Offload(device, self.pool, window_bytes), remakes=remakes, compiled=compiled
@@ -220,16 +222,38 @@ class Executor:
     ) -> None:
         if visit.leaves:
             values = self._forward_for_backward(visit, tensors, micro_batch, taken, route.outputs)
-        else:
+        elif visit.phase is Phase.EVALUATE or self._compiled:
             values = self._run_layers(visit, tensors, micro_batch, taken, route.outputs)
+        else:
+            values = self._forward_to_forget(visit, tensors, micro_batch, taken, route.outputs)
         taken.clear()
         for name in route.outputs:
             value = values.pop(name)
             if name == self._chain.loss:
-                self._losses.append(value)
+                self._losses.append(value.detach())
             else:
                 keep, save = name in route.keep, name in route.save
                 self._values.put(micro_batch, name, value, keep=keep, save=save)
+
+    def _forward_to_forget(
+        self,
+        visit: Visit,
+        tensors: Tensors,
+        micro_batch: int,
+        taken: Mapping[str, Any],
+        outputs: Sequence[str],
+    ) -> dict[str, Any]:
+        """Run the segment forward, which is recomputed for backward, as if it had a graph.
+
+        Some operations choose another kernel where nothing has a gradient, with other bits: matrix
+        products of what is not contiguous, attention on GPUs.
+        """
+        inputs = dict(taken)
+        with torch.enable_grad(), saved_tensors_hooks(_forget, _forget):
+            for name, value in taken.items():
+                if isinstance(value, Tensor) and self._costs.values[name].requires_grad:
+                    inputs[name] = entrance(value, [])
+            return self._run_layers(visit, tensors, micro_batch, inputs, outputs)
 
     def _forward_for_backward(
         self,
@@ -437,6 +461,10 @@ class Executor:
             if draws:
                 self._random.leave(micro_batch)
         return values
+
+
+def _forget(_: Any) -> None:
+    """Keep nothing of what autograd saves."""
 
 
 class _Graph(NamedTuple):

@@ -41,6 +41,8 @@ _WITHOUT_GRAPH: dict[Any, Callable[..., Any]] = {
 _OTHER_FORMULAS = frozenset({aten.prod.default, aten.prod.dim_int})
 """Operations whose gradient autograd finds by another formula, with other bits, where tensors have
 no data."""
+_NEEDS_GRAPH = frozenset({aten.mkldnn_rnn_layer.default})
+"""Operations that return less than backward needs where no graph is made."""
 _TRACING = threading.Lock()
 """Held while a layer is traced, which switches flags of the whole process."""
 Given = Callable[[Sequence[Any]], Sequence[Any]]
@@ -145,7 +147,8 @@ class _Traced:
             _changes(node) for node in calls
         )
         self.divisible &= not any(_draws(node) for node in self.backward)
-        self.divisible &= not any(node.target in _OTHER_FORMULAS for node in self.forward)
+        undivided = _OTHER_FORMULAS | _NEEDS_GRAPH
+        self.divisible &= not any(node.target in undivided for node in self.forward)
 
 
 def _empty(one: Like) -> Tensor:

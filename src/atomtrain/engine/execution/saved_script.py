@@ -37,8 +37,11 @@ Key = tuple[int, bool, tuple[torch.Size, ...]]
 
 
 def key_of(number: int, layer: Layer, values: Sequence[Any]) -> Key | None:
-    """Return for what runs of a layer on such values a script holds; `None` if for none."""
-    if not layer.fixed:
+    """Return for what runs of a layer on such values a script holds; `None` if for none.
+
+    Under autocast the same layer saves tensors of other types.
+    """
+    if not layer.fixed or torch._C._is_any_autocast_enabled():
         return None
     shapes = tuple(value.shape for value in values if isinstance(value, Tensor))
     return number, in_other_mode(layer.module), shapes

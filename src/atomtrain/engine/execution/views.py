@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from atomtrain.analysis.layers.chain import Chain
@@ -56,8 +55,9 @@ class Views:
         if (layers, slot) not in self._leaves:
             leaves: dict[int, Tensor] = {}
             for parameter, offset in self.places(layers):
-                with torch.no_grad():
-                    leaf = view_of(self._slots[slot], offset, parameter)
+                # Not a view to autograd: of a part of one, operations would not see without a graph
+                # that it has a gradient, which decides between kernels.
+                leaf = view_of(self._slots[slot], offset, parameter).detach()
                 if self._one_memory:
                     # Updates write to other blocks of the arena while a graph holds this one, and
                     # autograd counts the changes of a tensor for all views of it.

@@ -183,6 +183,22 @@ class Masters:
             worker.state[parameter] = {**kept, **state}
         self._wrote(parameter, "moments")
 
+    def state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the optimizer's whole state, the master as the optimizer keeps it included; shares
+        memory, or copies what is on disk."""
+        worker = self._worker_of(parameter)
+        with self._present(parameter, None, False):
+            return {} if worker is None else dict(worker.state.get(parameter, {}))
+
+    def set_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        """Replace the optimizer's whole state; a master stays if `state` has none."""
+        keeper = self._keeper(parameter)
+        hidden = frozenset() if keeper is None else keeper.master_keys()
+        master = {key: value for key, value in state.items() if key in hidden}
+        self.set_moments(parameter, state)
+        if master:
+            self._wrote(parameter, "values")
+
     def _keeper(self, parameter: nn.Parameter) -> KeepsMasters | None:
         if parameter.dtype not in PRECISIONS.values():
             return None

@@ -138,8 +138,7 @@ class Residents:
         views = {}
         for parameter in self._members(chain, block):
             offset = self._layout.offsets[id(parameter)] - self._layout.block_range(block)[0]
-            with torch.no_grad():
-                leaf = view_of(parameters, offset, parameter)
+            leaf = view_of(parameters, offset, parameter).detach()  # as in `Views.leaves`
             leaf.requires_grad_(parameter.requires_grad)
             accept_wide(leaf, factor)
             if parameter.requires_grad:

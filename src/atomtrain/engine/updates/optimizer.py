@@ -8,7 +8,7 @@ their state can lie in different places.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -232,8 +232,15 @@ def worker_for(
     groups = [group for group in groups if group["params"]]
     if not groups:
         return None
+    return copied(optimizer, groups)
+
+
+def copied(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return the same optimizer with other groups, and with a state of its own, empty."""
     worker = optimizer.__class__.__new__(optimizer.__class__)
     worker.__dict__.update(optimizer.__dict__)
+    # A scheduler puts its own in the place of the method: it would step the whole optimizer.
+    worker.__dict__.pop("step", None)
     worker.param_groups = groups
     worker.state = type(optimizer.state)(dict)
     return worker

@@ -101,7 +101,7 @@ class Updates:
         self.clipping.begin()
         # Read now, on the caller's thread: a scheduler may change them while updates still run.
         self.hyperparameters = [
-            {key: value for key, value in group.items() if key != "params"}
+            {key: _as_now(value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
         if self.disk is not None:
@@ -314,3 +314,8 @@ def _blocks(chain: Chain, layout: Layout) -> list[list[nn.Parameter]]:
 def _in_model_order(chain: Chain) -> list[nn.Parameter]:
     by_id = {id(parameter): parameter for parameter in chain.parameters}
     return [by_id[key] for key in chain.names if key in by_id]
+
+
+def _as_now(value: Any) -> Any:
+    """Return a hyperparameter; schedulers write to one that is a tensor."""
+    return value.clone() if isinstance(value, Tensor) else value

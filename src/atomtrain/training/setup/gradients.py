@@ -64,7 +64,10 @@ class GradientFragments(EngineFragments):
     @contextmanager
     def gradient(self, index: int) -> Iterator[Tensor]:
         """Lend the mean gradient since `forget`; between two steps only."""
-        (start, stop), flat = self._ranges[index], torch.zeros(self.elements[index])
+        (start, stop), flat = (
+            self._ranges[index],
+            torch.zeros(self.elements[index], dtype=torch.float32),
+        )
         self._engine.synchronize()
         for parameter, first in self._engine.fragment_places(start, stop):
             total = self._total(parameter)
@@ -79,7 +82,8 @@ class GradientFragments(EngineFragments):
         for parameter, _ in self._engine.fragment_places(*self._ranges[index]):
             total = self._total(parameter)
             if total is not None:
-                total.zero_()
+                # Not only in place: where it adds up on the device, too, that has to know.
+                self._engine.masters.set_moments(parameter, {_SUM: total.zero_()})
         self._steps = 0
 
     def decayed(self, model: nn.Module) -> list[tuple[int, int]]:

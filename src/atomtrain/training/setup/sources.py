@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from atomtrain.checkpoint import Checkpoint, load_latest
 from atomtrain.data.sampler import SamplerConfig
 from atomtrain.data.tokenizer import Tokenizer, read_tokenizer
+from atomtrain.data.weighted import check_apart
 from atomtrain.errors import AtomError, ConfigError, DataError, SwarmError
 from atomtrain.models.heads import with_head
 from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
@@ -164,8 +165,10 @@ def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Sou
     recipe = amended(recipe, options, str(checkpoint.path))
     data, validation = data_of(checkpoint)
     validation = options.validation or validation
-    text = _text(options.data or data, validation, recipe, tokenizer)
     named = options.data or options.validation
+    if named:
+        check_apart(options.data or data, validation)
+    text = _text(options.data or data, validation, recipe, tokenizer)
     if not named and text.sha256 != meta["text_sha256"]:
         raise DataError(
             f"the text of {text.named} is not what {checkpoint.path} was "
