@@ -32,7 +32,7 @@ from atomtrain.engine.execution.compiled import CompiledLayer
 from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Weight, Where, entrance
 from atomtrain.engine.execution.host_layers import HostLayers
 from atomtrain.engine.execution.offload import Offload
-from atomtrain.engine.execution.program_runs import ChainPrograms, SegmentRun
+from atomtrain.engine.execution.program_runs import ChainPrograms, ForgottenSegment, SegmentRun
 from atomtrain.engine.execution.randomness import Randomness
 from atomtrain.engine.execution.slots import Slots, Tensors
 from atomtrain.engine.state.residents import DeviceBuffers
@@ -246,8 +246,15 @@ class Executor:
         """Run the segment forward, which is recomputed for backward, as if it had a graph.
 
         Some operations choose another kernel where nothing has a gradient, with other bits: matrix
-        products of what is not contiguous, attention on GPUs.
+        products of what is not contiguous, attention on GPUs. Programs have made that choice.
         """
+        programs = self._programs
+        key = None if programs is None else programs.key_of(visit.layers, taken)
+        known = None if programs is None or key is None else programs.find(key)
+        if known is not None:
+            stays = self._stays_in(visit, visit.slot)
+            run = ForgottenSegment(known, stays, self.slots.collector)
+            return self._run_layers(visit, tensors, micro_batch, taken, outputs, run)
         inputs = dict(taken)
         with torch.enable_grad(), saved_tensors_hooks(_forget, _forget):
             for name, value in taken.items():

@@ -327,6 +327,13 @@ class OffloadedRun(ProgramRun):
         self._offload.used(sent)
 
 
+class ForgottenRun(ProgramRun):
+    """One that is run again for backward, so that nothing waits."""
+
+    def send(self, number: int, tensor: Tensor) -> None:
+        pass
+
+
 class SegmentRun:
     """One micro-batch's run of a segment by programs; where no graph is made (`torch.no_grad`)."""
 
@@ -388,6 +395,22 @@ class SegmentRun:
         if self.parcel is not None:
             self.parcel.close()
         return found
+
+
+class ForgottenSegment(SegmentRun):
+    """One that is run forward only."""
+
+    def __init__(
+        self,
+        known: Sequence[Known],
+        leaves: Sequence[Sequence[Tensor]],
+        collector: Collector,
+    ) -> None:
+        """Begin; `known` and `leaves` are by layer."""
+        super().__init__(known, leaves, None, collector)
+
+    def _begun(self, known: Known, leaves: Sequence[Tensor]) -> ProgramRun:
+        return ForgottenRun(known, leaves, self._collector)
 
 
 def _with_strides(gradient: Tensor, strides: Strides) -> Tensor:
