@@ -324,7 +324,7 @@ class Flattener:
                 moved[node] = self._result_of_nested(node, moved)
             elif _is_only_checked(node):
                 if _is(node, _ASSERT):
-                    self._left_out[place_of(node)] = None
+                    self._left_out[_place_of_check(node)] = None
             elif not _is(node, "_assert_tensor_metadata"):
                 _check_node(node)
                 copied = self.graph.node_copy(node, lambda n: moved[n])
@@ -400,6 +400,14 @@ def place_of(node: fx.Node) -> str:
             code = lines[index + 1] if index + 1 < len(lines) else ""
             return f"{file}:{line} ({code})"
     return str(node.target)
+
+
+def _place_of_check(node: fx.Node) -> str:
+    """Return the line of a check; of what it checks, where torch 2.9 tells a line of its own."""
+    place, inputs = place_of(node), node.all_input_nodes
+    if inputs and (".py:" not in place or place.startswith("torch/")):
+        return _place_of_check(inputs[0])
+    return place
 
 
 def _place_in(body: fx.GraphModule) -> str:
