@@ -117,7 +117,8 @@ REGISTRY: dict[str, Benchmark] = {
         "atombench.swarm.codecs", "wire formats on one core, compiled and with PyTorch"
     ),
     "liars": Benchmark(
-        "atombench.liars.liars", "what liars do to a swarm's loss, and what the defences cost",
+        "atombench.liars.liars",
+        "what liars do to a swarm's loss, and what the defences cost",
         takes=("costs",),
     ),
     "outer": Benchmark(

@@ -470,8 +470,9 @@ class Executor:
         return values
 
 
-def _forget(_: Any) -> None:
+def _forget(_: Any) -> Any:
     """Keep nothing of what autograd saves."""
+    return None
 
 
 class _Graph(NamedTuple):

@@ -63,7 +63,7 @@ def check_hooks(parameters: Iterable[nn.Parameter], names: Mapping[int, str]) ->
     """
     for parameter in parameters:
         if parameter.requires_grad and (
-            parameter._backward_hooks or parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            parameter._backward_hooks or parameter._post_accumulate_grad_hooks
         ):
             raise ConfigError(
                 f"parameter {names[id(parameter)]!r} has a hook on its gradient, which swapped "

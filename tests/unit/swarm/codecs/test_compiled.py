@@ -30,7 +30,9 @@ CODECS: dict[str, Codec] = {
     "sparse mean": SparseMeanCodec(CONTRIBUTORS, 5),
 }
 SIZES = st.one_of(
-    st.sampled_from([0, 1, 2, 7, 8, 9, 31, 32, 33, 255, 256, 257, 511, 4095, 4096, 4097, 8192, 28672]),
+    st.sampled_from(
+        [0, 1, 2, 7, 8, 9, 31, 32, 33, 255, 256, 257, 511, 4095, 4096, 4097, 8192, 28672]
+    ),
     st.integers(0, 9000),
 )
 
