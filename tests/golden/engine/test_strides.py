@@ -7,6 +7,8 @@ order then.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +98,34 @@ class Joins(nn.Module):
         narrow = self.c(self.b(self.a(x)))
         loss: Tensor = self.last(self.d(self.joined(narrow, self.wide(x))))
         return loss
+
+
+class Exported(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return {"loss": x.sum()}
+
+
+@pytest.mark.parametrize("activations", ["offload", "keep", "recompute"])
+def test_inputs_of_one_shape_lie_otherwise_in_each_micro_batch(activations: Any) -> None:
+    """What the first one had its layers save, and where it lay, does not hold for the next."""
+    ways: list[Callable[[], Tensor]] = [
+        lambda: torch.randn(6, 8),
+        lambda: torch.randn(8, 6).t(),
+        lambda: torch.randn(6, 20)[:, 3:11],
+        lambda: torch.randn(1, 8).expand(6, 8),
+        lambda: torch.randn(9, 8)[3:],
+    ]
+    steps = [[{"x": ways[index]()} for index in step] for step in ([0], [1, 0], [2, 3], [4, 1])]
+    check(
+        Exported(), steps, loss_of=lambda model, batch: model(**batch)["loss"],
+        activations=activations, micro_batches=2, segments=3, slots=2, host_layers=0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(40))

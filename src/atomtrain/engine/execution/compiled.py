@@ -275,7 +275,8 @@ def _template(layer: Layer, backend: str) -> Template:
             # Backward too: later the optimizer runs beside it, and on a GPU another thread.
             with TRACING, torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
                 if key not in known:  # else another device's thread has been here
-                    made: Callable[..., Any] = torch.compile(_copy_of(run), backend=backend, dynamic=False)
+                    made: Callable[..., Any]
+                    made = torch.compile(_copy_of(run), backend=backend, dynamic=False)
                     try:
                         written = made(tensors, values)
                     except torch._dynamo.exc.TorchDynamoException as error:

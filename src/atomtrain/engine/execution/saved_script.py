@@ -32,8 +32,9 @@ from atomtrain.engine.execution.offload import (
     needed_for,
 )
 
-Key = tuple[int, bool, tuple[torch.Size, ...]]
-"""Number of a layer in the chain, whether the model is in its other mode, shapes of its inputs."""
+Key = tuple[int, bool, tuple[tuple[torch.Size, tuple[int, ...], int], ...]]
+"""Number of a layer in the chain, whether the model is in its other mode, shapes of its inputs, and
+how they lie in memory, as then does what is saved."""
 
 
 def key_of(number: int, layer: Layer, values: Sequence[Any]) -> Key | None:
@@ -43,8 +44,11 @@ def key_of(number: int, layer: Layer, values: Sequence[Any]) -> Key | None:
     """
     if not layer.fixed or torch._C._is_any_autocast_enabled():
         return None
-    shapes = tuple(value.shape for value in values if isinstance(value, Tensor))
-    return number, in_other_mode(layer.module), shapes
+    lie = tuple([
+        (value.shape, value.stride(), value.storage_offset())
+        for value in values if isinstance(value, Tensor)
+    ])  # fmt: skip
+    return number, in_other_mode(layer.module), lie
 
 
 def in_other_mode(module: nn.Module) -> bool:
