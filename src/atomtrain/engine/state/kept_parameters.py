@@ -25,9 +25,12 @@ class _Kept(NamedTuple):
 class KeptParameters:
     """The parameters of a chain, as an engine took them over."""
 
-    def __init__(self, chain: Chain) -> None:
-        """Take down where they lie, and which are trained; call when the store has them."""
-        self._names = chain.names
+    def __init__(self, chain: Chain, *, move: bool) -> None:
+        """Take down where they lie, and which are trained; call when the store has them.
+
+        Where they lie on a disk updates `move` them, beside a step, so nobody can tell who did.
+        """
+        self._names, self._move = chain.names, move
         self._kept = [_Kept(p, p.requires_grad, p.data_ptr()) for p in chain.parameters]
 
     def check(self) -> None:
@@ -43,7 +46,7 @@ class KeptParameters:
                     f"and has requires_grad={not trained} now; set it back, or close the engine "
                     "and swap the model again"
                 )
-            if parameter.data_ptr() != address:
+            if not self._move and parameter.data_ptr() != address:
                 raise ConfigError(
                     f"parameter {self._name(parameter)!r} has left the engine's memory (by .data = "
                     "..., or model.to); write to it in place with copy_, or use "
