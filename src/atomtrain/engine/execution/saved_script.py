@@ -32,7 +32,7 @@ from atomtrain.engine.execution.offload import (
     needed_for,
 )
 
-Key = tuple[int, bool, tuple[tuple[torch.Size, tuple[int, ...], int], ...]]
+Key = tuple[int, bool, tuple[tuple[torch.Size, tuple[int, ...], int | torch.SymInt], ...]]
 """Number of a layer in the chain, whether the model is in its other mode, shapes of its inputs, and
 how they lie in memory, as then does what is saved."""
 
