@@ -32,7 +32,7 @@ from atomtrain.engine.execution.compiled import CompiledLayer
 from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Weight, Where, entrance
 from atomtrain.engine.execution.host_layers import HostLayers
 from atomtrain.engine.execution.offload import Offload
-from atomtrain.engine.execution.program_runs import ChainPrograms, ForgottenSegment, SegmentRun
+from atomtrain.engine.execution.program_runs import ChainPrograms, Known, SegmentRun
 from atomtrain.engine.execution.randomness import Randomness
 from atomtrain.engine.execution.slots import Slots, Tensors
 from atomtrain.engine.state.residents import DeviceBuffers
@@ -248,12 +248,10 @@ class Executor:
         Some operations choose another kernel where nothing has a gradient, with other bits: matrix
         products of what is not contiguous, attention on GPUs. Programs have made that choice.
         """
-        programs = self._programs
-        key = None if programs is None else programs.key_of(visit.layers, taken)
-        known = None if programs is None or key is None else programs.find(key)
+        _, known = self._known(visit, taken)
         if known is not None:
             stays = self._stays_in(visit, visit.slot)
-            run = ForgottenSegment(known, stays, self.slots.collector)
+            run = SegmentRun(known, stays, None, self.slots.collector, forgets=True)
             return self._run_layers(visit, tensors, micro_batch, taken, outputs, run)
         inputs = dict(taken)
         with torch.enable_grad(), saved_tensors_hooks(_forget, _forget):
@@ -291,13 +289,18 @@ class Executor:
             return False
         return self._programs.has(self._programs.key_of(visit.layers, taken))
 
+    def _known(self, visit: Visit, taken: Mapping[str, Any]) -> tuple[Any, list[Known] | None]:
+        """Return under what a segment's programs on such values are known, and those that are."""
+        if self._programs is None:
+            return None, None
+        key = self._programs.key_of(visit.layers, taken)
+        return key, self._programs.find(key)
+
     def _graph_that_waits(
         self, visit: Visit, taken: Mapping[str, Any]
     ) -> WaitingGraph | SegmentRun:
         parcel = self._graphs.parcel(visit.layers, visit.activation)
-        programs = self._programs
-        key = None if programs is None else programs.key_of(visit.layers, taken)
-        known = None if programs is None or key is None else programs.find(key)
+        key, known = self._known(visit, taken)
         if known is not None:
             stays = self._stays_in(visit, visit.home)
             return SegmentRun(known, stays, parcel, self.slots.collector)
@@ -306,7 +309,7 @@ class Executor:
             where = self._where[visit.layers, visit.slot] = Where(
                 self.slots.slot_of(visit), self._staying, self.buffers.changing(*visit.layers)
             )
-        lesson = None if programs is None else programs.lesson(key)
+        lesson = None if self._programs is None else self._programs.lesson(key)
         return self._graphs.new(where, parcel, lesson)
 
     def _backward_found(self, visit: Visit, micro_batch: int) -> None:

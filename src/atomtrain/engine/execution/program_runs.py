@@ -112,7 +112,7 @@ class ChainPrograms:
         return layers, self._now, *lie
 
     def find(self, key: Any) -> list[Known] | None:
-        """Return the programs of a segment's layers, if they are known."""
+        """Return the programs of a segment's layers, if they are known; of `None` none are."""
         return self._known.get(key)
 
     def has(self, key: Any) -> bool:
@@ -343,9 +343,19 @@ class SegmentRun:
         leaves: Sequence[Sequence[Tensor]],
         parcel: Parcel | None,
         collector: Collector,
+        *,
+        forgets: bool = False,
     ) -> None:
-        """Begin; `known` and `leaves` are by layer, a parcel of `None` keeps what is sent."""
-        self.parcel, self._collector = parcel, collector
+        """Begin.
+
+        Args:
+            known: The programs, by layer.
+            leaves: Parameters and buffers, by layer.
+            parcel: Takes what is sent; `None` keeps it.
+            collector: Takes the gradients.
+            forgets: Nothing that is sent is kept: the segment is run again for backward.
+        """
+        self.parcel, self._collector, self._forgets = parcel, collector, forgets
         self._next = zip(known, leaves, strict=True)
         self._runs: list[ProgramRun] = []
 
@@ -366,6 +376,8 @@ class SegmentRun:
         return run.forward(values)
 
     def _begun(self, known: Known, leaves: Sequence[Tensor]) -> ProgramRun:
+        if self._forgets:
+            return ForgottenRun(known, leaves, self._collector)
         if self.parcel is None:
             return ProgramRun(known, leaves, self._collector)
         self.parcel.begin_layer()
@@ -395,22 +407,6 @@ class SegmentRun:
         if self.parcel is not None:
             self.parcel.close()
         return found
-
-
-class ForgottenSegment(SegmentRun):
-    """One that is run forward only."""
-
-    def __init__(
-        self,
-        known: Sequence[Known],
-        leaves: Sequence[Sequence[Tensor]],
-        collector: Collector,
-    ) -> None:
-        """Begin; `known` and `leaves` are by layer."""
-        super().__init__(known, leaves, None, collector)
-
-    def _begun(self, known: Known, leaves: Sequence[Tensor]) -> ProgramRun:
-        return ForgottenRun(known, leaves, self._collector)
 
 
 def _with_strides(gradient: Tensor, strides: Strides) -> Tensor:
