@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atomtrain.native import build
+from atomtrain.native import build, library
 
 _FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g")
 # Memory of malloc, with nothing behind it: torch is not loaded, which the sanitizer's loader
@@ -88,16 +88,22 @@ for count, told, fill in itertools.product((1, 31, 255, 256, 257, 4095, 4097, 12
         core.atom_largest_decode(*some, l(rows), l(width), new(4 * rows * width))
     there, room = new(4 * -(-count // 32)), new(4 * count)
     core.atom_sparse_gather(values, l(count), there, room, l(count))
-    core.atom_sparse_scatter(there, l(count), room, new(4 * count))
+    core.atom_sparse_scatter(there, l(count), room, l(count), new(4 * count))
+    bits = new(4 * -(-count // 32), "any")  # that name more than there are
+    core.atom_sparse_scatter(bits, l(count), new(4), l(1), new(4 * count))
     free()
 """
 
 
-@pytest.fixture(scope="module")
-def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+# Each level that this processor runs, for each has loops of its own.
+_LEVELS = build.levels()[: build.levels().index(library.level()) + 1]
+
+
+@pytest.fixture(scope="module", params=_LEVELS)
+def sanitized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sanitized")
     try:
-        build.build(folder, _FLAGS, only=["AVX2" if "AVX2" in build.levels() else "DEFAULT"])
+        build.build(folder, _FLAGS, only=[request.param])
     except build.BuildError as error:
         pytest.skip(f"the compiler has no sanitizers: {error}"[:200])
     return next(folder.glob("*.so"))

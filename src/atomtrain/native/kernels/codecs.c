@@ -30,7 +30,8 @@ int64_t atom_largest_decode(const uint8_t *scales, const uint8_t *positions, con
                             int64_t rows, int64_t width, float *out);
 int64_t atom_sparse_gather(const float *values, int64_t n, uint8_t *there, float *room,
                            int64_t most);
-void atom_sparse_scatter(const uint8_t *there, int64_t n, const float *room, float *out);
+int64_t atom_sparse_scatter(const uint8_t *there, int64_t n, const float *room, int64_t most,
+                            float *out);
 
 static inline uint32_t bits_of(float value) {
     uint32_t bits;
@@ -58,6 +59,16 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 /* Returns a bit for each of at most 32 values: whether its size reaches the limit. */
 static inline uint32_t reaching_bits(const float *values, int64_t n, int32_t limit) {
     uint32_t bits = 0;
+#ifdef __AVX512F__ /* compares sixteen at once, which compilers do not see */
+    if (n == 32) {
+        const __m512i least_size = _mm512_set1_epi32(limit), sizes = _mm512_set1_epi32(0x7fffffff);
+        for (int i = 0; i < 2; i++) {
+            __m512i size = _mm512_and_epi32(_mm512_loadu_si512(values + 16 * i), sizes);
+            bits |= (uint32_t)_mm512_cmpge_epi32_mask(size, least_size) << 16 * i;
+        }
+        return bits;
+    }
+#endif
     if (n == 32)
         for (int i = 0; i < 32; i++) /* a known number, for vector instructions */
             bits |= (uint32_t)(size_of(values[i]) >= limit) << i;
@@ -404,6 +415,32 @@ int64_t atom_largest_decode(const uint8_t *scales, const uint8_t *positions, con
 
 /* ---- sparse means: a bit for each element says whether it is there ---- */
 
+/* Writes those of 32 values that the bits name, and up to AT_ONCE or 15 numbers more. */
+static inline void gather(const float *values, uint32_t bits, float *room) {
+#ifdef __AVX512F__
+    for (; bits; room += __builtin_popcount(bits & 0xffff), bits >>= 16, values += 16)
+        _mm512_storeu_ps(room, _mm512_maskz_compress_ps((__mmask16)bits, _mm512_loadu_ps(values)));
+#else
+    while (bits)
+        for (int i = 0; i < AT_ONCE; i++, bits &= bits - 1)
+            *room++ = values[__builtin_ctz(bits | 1u << 31)];
+#endif
+}
+
+/* Writes 32 values, zeros but where the bits say; may read one number of `room` more. */
+static inline void scatter(const float *room, uint32_t bits, float *out) {
+#ifdef __AVX512F__
+    for (int i = 0; i < 2; i++, room += __builtin_popcount(bits & 0xffff), bits >>= 16)
+        _mm512_storeu_ps(out + 16 * i, _mm512_maskz_expandloadu_ps((__mmask16)bits, room));
+#else
+    float block[33] = {0}; /* the last is for what is too many */
+    for (; bits;)
+        for (int i = 0; i < AT_ONCE; i++, room += bits != 0, bits &= bits - 1)
+            block[__builtin_ctzll(bits | 1ull << 32)] = *room;
+    memcpy(out, block, 32 * sizeof *out);
+#endif
+}
+
 /* Writes the bits, in units of 32, and the first `most` of the elements that are not zero. Returns
 how many there are. */
 int64_t atom_sparse_gather(const float *values, int64_t n, uint8_t *there, float *room,
@@ -413,21 +450,36 @@ int64_t atom_sparse_gather(const float *values, int64_t n, uint8_t *there, float
         uint32_t bits = reaching_bits(values + start, least(32, n - start), 1);
         for (int i = 0; i < 4; i++)
             there[start / 8 + i] = (uint8_t)(bits >> 8 * i);
-        for (; bits; bits &= bits - 1, found++)
-            if (found < most)
-                room[found] = values[start + __builtin_ctz(bits)];
+        if (n - start >= 32 && most - found >= 48)
+            gather(values + start, bits, room + found);
+        else
+            for (uint32_t rest = bits, at = 0; rest && found + at < most; rest &= rest - 1, at++)
+                room[found + at] = values[start + __builtin_ctz(rest)];
+        found += __builtin_popcount(bits);
     }
     return found;
 }
 
-/* `room` holds as many values as there are bits, none of them beyond the elements. */
-void atom_sparse_scatter(const uint8_t *there, int64_t n, const float *room, float *out) {
+/* Returns 0, or 1 where bits name more than the `most` values of `room`, or lie beyond the end. */
+int64_t atom_sparse_scatter(const uint8_t *there, int64_t n, const float *room, int64_t most,
+                            float *out) {
     for (int64_t start = 0; start < n; start += 32) {
+        int64_t count = least(32, n - start);
         uint32_t bits = 0;
-        memset(out + start, 0, (size_t)least(32, n - start) * sizeof *out);
         for (int i = 0; i < 4; i++)
             bits |= (uint32_t)there[start / 8 + i] << 8 * i;
-        for (; bits; bits &= bits - 1)
-            out[start + __builtin_ctz(bits)] = *room++;
+        int64_t named = __builtin_popcount(bits);
+        if (named > most || (uint64_t)bits >> count)
+            return 1;
+        if (count == 32 && most > 32)
+            scatter(room, bits, out + start);
+        else {
+            memset(out + start, 0, (size_t)count * sizeof *out);
+            for (const float *next = room; bits; bits &= bits - 1)
+                out[start + __builtin_ctz(bits)] = *next++;
+        }
+        room += named;
+        most -= named;
     }
+    return 0;
 }

@@ -168,7 +168,7 @@ class SparseMeanCodec(LossyCodec):
         assert found <= room.numel(), "more values than the contributions can name"
         self._values.encode_into(out[bits:], room, Told(sent=room))
         if told.sent is not None:
-            core.atom_sparse_scatter(there, elements, address(room), address(told.sent))
+            core.atom_sparse_scatter(there, elements, address(room), most, address(told.sent))
 
     def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
         """Write the values where they belong, and zeros.
@@ -176,22 +176,14 @@ class SparseMeanCodec(LossyCodec):
         Raises:
             BadMessage: more values than there is room for, or scales that are not finite.
         """
-        elements, core = out.numel(), library.core()
+        elements = out.numel()
         if not elements:
             return
         raw, bits = encoded(data, self.encoded_bytes(elements)), _bit_bytes(elements)
-        there = int.from_bytes(memoryview(data)[:bits], "little")
-        count, room = there.bit_count(), torch.empty(self._room(elements))
-        if count > room.numel() or there >> elements:
-            raise BadMessage(f"a sparse mean with {count} values; allowed are {room.numel()}")
+        room = torch.empty(self._room(elements))
         self._values.decode(memoryview(data)[bits:], room)
-        if core is not None:
-            sizes = ctypes.c_int64(elements)
-            core.atom_sparse_scatter(address(raw), sizes, address(room), address(out))
-            return
-        named = np.unpackbits(raw[:bits].numpy(), count=elements, bitorder="little")
-        out.zero_()
-        out[torch.from_numpy(named).bool()] = room[:count]
+        if not _scatter(raw[:bits], room, out):
+            raise BadMessage(f"a sparse mean of more values than {room.numel()}, or beyond its end")
 
     def for_mean(self, contributors: int, seed: int) -> SparseMeanCodec:
         """Return the format for a mean of so many."""
@@ -279,6 +271,23 @@ def _pack_2_bits(codes: torch.Tensor) -> torch.Tensor:
 def _unpack_2_bits(raw: torch.Tensor, count: int) -> torch.Tensor:
     four = torch.stack([raw >> shift & 3 for shift in (0, 2, 4, 6)], dim=2)
     return four.flatten(1)[:, :count].to(torch.int64)
+
+
+def _scatter(raw: torch.Tensor, room: torch.Tensor, out: torch.Tensor) -> bool:
+    """Write the values of `room` where bits say, and zeros; say whether the bits are right."""
+    elements, core = out.numel(), library.core()
+    if core is not None:
+        sizes = ctypes.c_int64(elements), ctypes.c_int64(room.numel())
+        return not core.atom_sparse_scatter(
+            address(raw), sizes[0], address(room), sizes[1], address(out)
+        )
+    named = torch.from_numpy(np.unpackbits(raw.numpy(), bitorder="little")).bool()
+    count = int(named.sum())
+    if count > room.numel() or bool(named[elements:].any()):
+        return False
+    out.zero_()
+    out[named[:elements]] = room[:count]
+    return True
 
 
 def _bit_bytes(elements: int) -> int:
