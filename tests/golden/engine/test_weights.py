@@ -12,7 +12,7 @@ from torch import nn
 from atomtrain.errors import ConfigError
 from atomtrain.models import GPT
 from tests.support.reference import assert_same_bits, twin
-from tests.support.swapped import LAYERS, adamw, check, gpt, swap, token_batches
+from tests.support.swapped import LAYERS, check, gpt, swap, token_batches
 
 TARGETS = [51, 7, 33]
 """Of three micro-batches."""
@@ -57,11 +57,9 @@ def test_one_of_weight_0_does_not_run(weights: list[float]) -> None:
 
 
 @pytest.mark.parametrize("weights", [[17, 17, 17], [1 / 3] * 3, [0.1] * 3])
-def test_alike_ones_are_divided_by_their_number(weights: list[float]) -> None:
-    """A loop that multiplies by a third has other bits."""
+def test_alike_ones_change_no_bit(weights: list[float]) -> None:
     model, steps = gpt(tied=False), token_batches(3)
-    plain, multiplied = twin(model), twin(model)
-    example = steps[0][0]
+    plain, example = twin(model), steps[0][0]
     with (
         swap(model, example, micro_batches=3) as engine,
         swap(plain, example, micro_batches=3) as known,
@@ -69,14 +67,6 @@ def test_alike_ones_are_divided_by_their_number(weights: list[float]) -> None:
         assert [engine.step(step, weights) for step in steps] == [known.step(s) for s in steps]
         for name, tensor in known.state_dict().items():
             assert_same_bits(engine.state_dict()[name], tensor, name)
-    optimizer = adamw(multiplied.parameters())
-    for step in steps:
-        optimizer.zero_grad()
-        for batch in step:
-            (multiplied(**batch).loss * (1 / 3)).backward()
-        optimizer.step()
-    found = model.state_dict()
-    assert any(not torch.equal(found[n], t) for n, t in multiplied.state_dict().items())
 
 
 def test_every_target_counts_alike() -> None:
