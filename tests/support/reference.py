@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,48 @@ def gpt_loss(model: nn.Module, micro_batch: Mapping[str, Tensor]) -> Tensor:
     return model(**micro_batch).loss
 
 
+class Counted(NamedTuple):
+    """The micro-batches of a step that count, and how much each of them does."""
+
+    micro_batches: Sequence[Any]
+    weights: Sequence[float] | None
+
+    def part(self, loss: Tensor, index: int) -> Tensor:
+        """Return a micro-batch's part of the step's loss."""
+        if self.weights is None:
+            return loss / len(self.micro_batches)
+        return loss * self.weights[index]
+
+    def mean(self, losses: Sequence[float]) -> float:
+        """Return the step's loss."""
+        if self.weights is None:
+            return sum(losses) / len(losses)
+        return sum(loss * weight for loss, weight in zip(losses, self.weights, strict=True))
+
+
+def counted(micro_batches: Sequence[Any], weights: Sequence[float] | None) -> Counted:
+    """Return what counts with weights of any unit; `None`: all alike."""
+    if weights is None:
+        return Counted(micro_batches, None)
+    pairs = [(each, w) for each, w in zip(micro_batches, weights, strict=True) if w]
+    total = sum(weights)
+    return Counted([each for each, _ in pairs], [weight / total for _, weight in pairs])
+
+
 def train(
     model: nn.Module,
     steps: Sequence[Sequence[Any]],
     optimizer: torch.optim.Optimizer,
     loss_of: LossOf = gpt_loss,
     clip_norm: float | None = None,
+    weights: Sequence[float] | None = None,
 ) -> list[float]:
     """Train with gradient accumulation; return the loss of each step."""
     history = []
-    for micro_batches in steps:
+    for step in steps:
         optimizer.zero_grad(set_to_none=True)
-        count = len(micro_batches)
+        of = counted(step, weights)
+        micro_batches, count = of.micro_batches, len(of.micro_batches)
         seeded = count > 1 and draws_random_numbers(model)
         if seeded:
             seeds = micro_batch_seeds(count)
@@ -40,14 +70,14 @@ def train(
             if seeded:
                 torch.manual_seed(seeds[index])
             loss = loss_of(model, micro_batch)
-            (loss / count).backward()
+            of.part(loss, index).backward()
             losses.append(float(loss.detach()))
         if seeded:
             torch.set_rng_state(after)
         if clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
-        history.append(sum(losses) / count)
+        history.append(of.mean(losses))
     return history
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.engine.execution.randomness import micro_batch_seeds
-from tests.support.reference import LossOf, draws_random_numbers, gpt_loss
+from tests.support.reference import LossOf, counted, draws_random_numbers, gpt_loss
 
 
 def train_in_shares(
@@ -20,6 +20,7 @@ def train_in_shares(
     devices: int,
     loss_of: LossOf = gpt_loss,
     clip_norm: float | None = None,
+    weights: Sequence[float] | None = None,
 ) -> list[float]:
     """Train with the micro-batches divided; return the loss of each step.
 
@@ -27,8 +28,9 @@ def train_in_shares(
     the order of the devices. What the first share makes of buffers stays.
     """
     history = []
-    for micro_batches in steps:
-        count = len(micro_batches)
+    for step in steps:
+        of = counted(step, weights)
+        micro_batches, count = of.micro_batches, len(of.micro_batches)
         seeds = micro_batch_seeds(count) if count > 1 and draws_random_numbers(model) else []
         after = torch.get_rng_state()
         totals: dict[nn.Parameter, Tensor] = {}
@@ -41,7 +43,7 @@ def train_in_shares(
                 if seeds:
                     torch.manual_seed(seeds[index])
                 loss = loss_of(model, micro_batches[index])
-                (loss / count).backward()
+                of.part(loss, index).backward()
                 losses.append(float(loss.detach()))
             for parameter in model.parameters():
                 if parameter.grad is not None:
@@ -57,7 +59,7 @@ def train_in_shares(
         if clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
-        history.append(sum(losses) / count)
+        history.append(of.mean(losses))
     return history
 
 

@@ -91,22 +91,24 @@ def check(
     loss_of: Any = gpt_loss,
     loss: Any = None,
     example: Any = None,
+    weights: Sequence[float] | None = None,
     **options: Any,
 ) -> atomtrain.Engine:
     """Train a model and its twin from the same random state; compare every bit.
 
-    `example` is the largest micro-batch; `None` is the first.
+    `example` is the largest micro-batch; `None` is the first. `weights` are those of every step.
     """
     reference = twin(model)
     resident = optimizer(reference.parameters())
     state = torch.get_rng_state()
-    expected = train(reference, steps, resident, loss_of, options.get("clip_norm"))
+    clip_norm = options.get("clip_norm")
+    expected = train(reference, steps, resident, loss_of, clip_norm, weights)
     left_at = torch.get_rng_state()
     torch.set_rng_state(state)
     options.setdefault("micro_batches", len(steps[0]))
     example = steps[0][0] if example is None else example
     with swap(model, example, optimizer, loss, **options) as engine:
-        losses = [engine.step(micro_batches) for micro_batches in steps]
+        losses = [engine.step(micro_batches, weights) for micro_batches in steps]
         assert losses == expected
         assert_equal_training(engine, reference, resident)
         assert engine.device.peak_bytes() <= engine.plan.device_peak_bytes

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import operator
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,17 +143,37 @@ def losses_of_trainer(
         learning_rate: Of every step.
         output: A folder for what the trainer writes.
     """
+    rows = _rows(peer, setup)
+    return losses_on(rows, model, setup.sequences, learning_rate, output)
+
+
+def losses_on(
+    rows: Sequence[Any],
+    model: Any,
+    micro_batch: int,
+    learning_rate: float,
+    output: Path,
+    micro_batches: int = 1,
+) -> list[float]:
+    """Train a model by `transformers.Trainer` on rows in their order; return each step's loss.
+
+    Args:
+        rows: As many as all steps take.
+        model: Is trained.
+        micro_batch: Rows of one.
+        learning_rate: Of every step.
+        output: A folder for what the trainer writes.
+        micro_batches: Of a step.
+    """
     import transformers
 
-    recipe, _ = recipe_of(open_checkpoint(peer))
     settings = transformers.TrainingArguments(
-        output_dir=str(output), max_steps=setup.steps, per_device_train_batch_size=setup.sequences,
-        learning_rate=learning_rate, lr_scheduler_type="constant", weight_decay=0.0,
-        adam_beta1=BETAS[0], adam_beta2=BETAS[1], max_grad_norm=recipe.clip_norm,
-        train_sampling_strategy="sequential", logging_steps=1, report_to=[], use_cpu=True,
-        save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+        output_dir=str(output), num_train_epochs=1, per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=micro_batches, learning_rate=learning_rate,
+        lr_scheduler_type="constant", weight_decay=0.0, adam_beta1=BETAS[0], adam_beta2=BETAS[1],
+        max_grad_norm=1.0, train_sampling_strategy="sequential", logging_steps=1, report_to=[],
+        use_cpu=True, save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
-    rows = _rows(peer, setup)
     trainer: Any = transformers.Trainer(model=model, args=settings, train_dataset=rows)
     trainer.remove_callback(transformers.PrinterCallback)  # standard output is the result's
     trainer.train()

@@ -35,6 +35,7 @@ from atomtrain.engine.planner import Planner
 from atomtrain.engine.state.disk_parameters import DiskTraffic
 from atomtrain.engine.state.precision import LossScale, Masters
 from atomtrain.engine.updates.updates import Combining
+from atomtrain.engine.weighting import Weighted, weighted
 from atomtrain.errors import ConfigError
 from atomtrain.planning.cost.timeline import Span
 from atomtrain.planning.plan.plan import Plan, Region
@@ -128,21 +129,31 @@ class Engine:
             self._core.updates.clipping.decided.wait()
         return self._core.updates.clipping.gradient_norm
 
-    def step(self, micro_batches: Sequence[MicroBatch]) -> float:
+    def step(
+        self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None = None
+    ) -> float:
         """Run one optimizer step over the micro-batches; return their mean loss.
 
-        Each micro-batch's loss is divided by their number before its backward. Blocks until the
-        loss is known; updates go on in the background and overlap the next step.
+        Each micro-batch's loss is divided by their number before its backward, or multiplied by
+        its part of all weights. Blocks until the loss is known; updates go on in the background and
+        overlap the next step.
+
+        Args:
+            micro_batches: At least one.
+            weights: How much each one counts, in any unit: if losses are means over targets, the
+                numbers of targets, so that every target counts alike. One of weight 0 does not run.
+                `None`, or as many of each: all count alike.
 
         Raises:
-            ConfigError: no micro-batch, or one that lacks an input or has another shape.
+            ConfigError: no micro-batch, or one that lacks an input or has another shape; or weights
+                that cannot be.
             DeviceMemoryError: a micro-batch larger than the example exceeded the budget.
             PlanError: more micro-batches or larger images than before, and no plan for them fits.
             DiskError: the disk failed to write in an earlier step; nothing of this one was done,
                 and everything can still be read and saved.
             StreamError: a transfer or update failed, now or in an earlier step.
         """
-        batches = self._begin(micro_batches)
+        batches, counts = self._begin(micro_batches, weights)
         self._core.updates.require_disk()
         self._core.kept.check()
         self._core.whole.check()
@@ -158,8 +169,8 @@ class Engine:
         with self._core.guarded(), self.device.computing():
             self._record = self.device.new_record() if self.recording else None
             with self._core.noting(self._record):
-                losses = self._core.running.train(batches)
-                loss = _mean(losses)
+                losses = self._core.running.train(batches, counts.weights)
+                loss = counts.mean(losses)
                 del losses
         for device in self.devices:
             device.synchronize()
@@ -224,13 +235,19 @@ class Engine:
         """Return where the plan's memory goes, on host and device."""
         return self._state.memory_map()
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
+    def evaluate(
+        self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None = None
+    ) -> float:
         """Return the mean loss over the micro-batches, in evaluation mode; nothing is updated.
+
+        Args:
+            micro_batches: At least one.
+            weights: As in `step`.
 
         Raises:
             AnalysisError: what the model does in evaluation does not fit its layers in training.
         """
-        batches = self._begin(micro_batches)
+        batches, counts = self._begin(micro_batches, weights)
         self._measure_larger_images(batches)
         with self._core.guarded():
             # Exporting what the model does in evaluation switches flags that all threads see, so
@@ -243,7 +260,7 @@ class Engine:
                 most = self.plan.micro_batches * len(self.devices)
                 for first in range(0, len(batches), most):
                     losses += self._core.running.evaluate(batches[first : first + most])
-                loss = _mean(losses)
+                loss = counts.mean(losses)
                 del losses
             for device in self.devices:
                 device.take_wait_s()
@@ -416,13 +433,16 @@ class Engine:
         """
         return self._state.element_bytes
 
-    def _begin(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Any]]:
+    def _begin(
+        self, micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None
+    ) -> tuple[list[dict[str, Any]], Weighted]:
         if self._core.closed:
             raise ConfigError("the engine is closed; call atomtrain.swap again")
         self._core.check_whole()
         if isinstance(micro_batches, Tensor | Mapping) or len(micro_batches) == 0:
             raise ConfigError("give a list of at least one micro-batch: engine.step([batch])")
-        return [self._traced.bind(micro_batch) for micro_batch in micro_batches]
+        counts = weighted(len(micro_batches), weights)
+        return [self._traced.bind(each) for each in counts.of(micro_batches)], counts
 
     def _measure_larger_images(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
         """Make a new plan if images are larger than those that the plan was made with."""
@@ -439,7 +459,3 @@ class Engine:
             return
         self._core.measure_random(micro_batch)
         self._as_measured = AsTraced(self.model)
-
-
-def _mean(losses: Sequence[Tensor]) -> float:
-    return sum(float(loss) for loss in losses) / len(losses)

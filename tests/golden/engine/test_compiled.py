@@ -101,7 +101,11 @@ def use_waiting(monkeypatch: pytest.MonkeyPatch, mix: tuple[Activation, ...]) ->
 
 
 def resident(
-    model: nn.Module, steps: list[list[dict[str, Tensor]]], backend: str, devices: int = 1
+    model: nn.Module,
+    steps: list[list[dict[str, Tensor]]],
+    backend: str,
+    devices: int = 1,
+    weights: list[float] | None = None,
 ) -> tuple[list[float], torch.optim.Optimizer]:
     """Train a model whose layers are compiled by an ordinary loop; return the losses."""
     traced = chain_of(model, steps[0][0], None, None)
@@ -112,7 +116,8 @@ def resident(
     def loss_of(_: nn.Module, micro_batch: Any) -> Tensor:
         return chain.loss_of(traced.bind(micro_batch))
 
-    return train_in_shares(model, steps, optimizer, devices, loss_of), optimizer
+    losses = train_in_shares(model, steps, optimizer, devices, loss_of, weights=weights)
+    return losses, optimizer
 
 
 def test_a_deeper_model_compiles_no_more(graphs: list[Any]) -> None:
@@ -133,20 +138,27 @@ def test_a_deeper_model_compiles_no_more(graphs: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mix", "backend"),
+    ("mix", "backend", "weights"),
     [
-        *((mix, PARTITIONED) for mix in (("recompute",) * 3, ("keep",) * 3, ("offload",) * 3)),
-        (MIXED, PARTITIONED),
-        pytest.param(MIXED, "inductor", marks=COMPILING),
+        *(
+            (mix, PARTITIONED, None)
+            for mix in (("recompute",) * 3, ("keep",) * 3, ("offload",) * 3)
+        ),
+        (MIXED, PARTITIONED, None),
+        (MIXED, PARTITIONED, [5, 46]),
+        pytest.param(MIXED, "inductor", None, marks=COMPILING),
     ],
 )
 def test_every_way_to_wait_has_the_bits_of_a_resident_loop(
-    monkeypatch: pytest.MonkeyPatch, mix: tuple[Activation, ...], backend: str
+    monkeypatch: pytest.MonkeyPatch,
+    mix: tuple[Activation, ...],
+    backend: str,
+    weights: list[float] | None,
 ) -> None:
     model, steps = deep_gpt(0.2, tied=False), token_batches(2, steps=2)
     reference = twin(model)
     state = torch.get_rng_state()
-    expected, optimizer = resident(reference, steps, backend)
+    expected, optimizer = resident(reference, steps, backend, weights=weights)
     torch.set_rng_state(state)
     torch._dynamo.reset()
     use_waiting(monkeypatch, mix)
@@ -154,7 +166,7 @@ def test_every_way_to_wait_has_the_bits_of_a_resident_loop(
     example = steps[0][0]
     inject = random_delays(1)
     with swap(model, example, micro_batches=2, compile=True, inject=inject) as engine:
-        assert [engine.step(step) for step in steps] == expected
+        assert [engine.step(step, weights) for step in steps] == expected
         assert_equal_training(engine, reference, optimizer)
         assert engine.device.peak_bytes() <= engine.plan.device_peak_bytes
 

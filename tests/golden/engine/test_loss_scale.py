@@ -15,7 +15,7 @@ from atomtrain.engine.state.precision import LossScale
 from atomtrain.errors import ConfigError
 from atomtrain.optimizers import AdamW
 from tests.support.injecting import device_with
-from tests.support.reference import assert_same_bits, gpt_loss, twin
+from tests.support.reference import assert_same_bits, counted, gpt_loss, twin
 from tests.support.swapped import LAYERS, gpt, random_delays, token_batches
 
 STEPS = 5
@@ -43,9 +43,13 @@ class Resident:
         self.scale, self.good, self.clip_norm = scale, 0, clip_norm
         self.skipped: list[int] = []
 
-    def train(self, steps: Any, steps_to_double: int) -> list[float]:
+    def train(
+        self, steps: Any, steps_to_double: int, weights: list[float] | None = None
+    ) -> list[float]:
         history = []
-        for number, micro_batches in enumerate(steps):
+        for number, step in enumerate(steps):
+            of = counted(step, weights)
+            micro_batches = of.micro_batches
             self.optimizer.zero_grad(set_to_none=True)
             seeds = micro_batch_seeds(len(micro_batches)) if self.random(micro_batches) else []
             after = torch.get_rng_state()
@@ -54,11 +58,11 @@ class Resident:
                 if seeds:
                     torch.manual_seed(seeds[index])
                 loss = gpt_loss(self.model, micro_batch)
-                (loss / len(micro_batches) * self.scale).backward()
+                (of.part(loss, index) * self.scale).backward()
                 losses.append(float(loss.detach()))
             if seeds:
                 torch.set_rng_state(after)
-            history.append(sum(losses) / len(losses))
+            history.append(of.mean(losses))
             self.update(number, steps_to_double)
         return history
 
@@ -89,15 +93,16 @@ def check(
     steps_to_double: int = 2000,
     micro_batches: int = 2,
     dropout: float = 0.0,
+    weights: list[float] | None = None,
     **options: Any,
 ) -> Resident:
     model, steps = gpt(dropout, tied=False), token_batches(micro_batches, STEPS)
     resident = Resident(twin(model), scale, options.get("clip_norm"))
     state = torch.get_rng_state()
-    expected = resident.train(steps, steps_to_double)
+    expected = resident.train(steps, steps_to_double, weights)
     torch.set_rng_state(state)
     with swapped(model, steps, scale, steps_to_double, **options) as engine:
-        assert [engine.step(step) for step in steps] == expected
+        assert [engine.step(step, weights) for step in steps] == expected
         assert_equal(engine, resident)
     return resident
 
@@ -147,6 +152,10 @@ def assert_equal(engine: atomtrain.Engine, resident: Resident) -> None:
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
 def test_float16_equals_the_usual_loop(segments: int, clip_norm: float | None) -> None:
     assert check(1024.0, segments=segments, clip_norm=clip_norm).skipped == []
+
+
+def test_micro_batches_that_count_unlike() -> None:
+    check(1024.0, micro_batches=3, dropout=0.2, weights=[5, 90, 32], segments=3, clip_norm=0.1)
 
 
 @pytest.mark.parametrize("seed", range(3))

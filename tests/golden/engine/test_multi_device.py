@@ -64,18 +64,19 @@ def check(
     optimizer: Any = adamw,
     loss_of: Any = gpt_loss,
     loss: Any = None,
+    weights: Sequence[float] | None = None,
     **options: Any,
 ) -> atomtrain.Engine:
     reference = twin(model)
     resident = optimizer(reference.parameters())
     state = torch.get_rng_state()
     clip_norm = options.get("clip_norm")
-    expected = train_in_shares(reference, steps, resident, devices, loss_of, clip_norm)
+    expected = train_in_shares(reference, steps, resident, devices, loss_of, clip_norm, weights)
     left_at = torch.get_rng_state()
     torch.set_rng_state(state)
     options.setdefault("micro_batches", len(steps[0]))
     with swap(model, steps[0][0], optimizer, loss, devices, **options) as engine:
-        assert [engine.step(micro_batches) for micro_batches in steps] == expected
+        assert [engine.step(micro_batches, weights) for micro_batches in steps] == expected
         assert_equal_training(engine, reference, resident)
         assert torch.equal(torch.get_rng_state(), left_at)
         assert len(engine.devices) == devices
@@ -93,6 +94,11 @@ def test_two_devices(segments: int, micro_batches: int) -> None:
     steps = token_batches(micro_batches)
     engine = check(gpt(0.3, tied=False), steps, segments=segments, inject=random_delays(segments))
     assert engine.plan.micro_batches == share_of(micro_batches, 2)
+
+
+@pytest.mark.parametrize("weights", [[7, 40, 22, 3, 9], [7, 40, 0, 3, 0]])
+def test_micro_batches_that_count_unlike(weights: list[float]) -> None:
+    check(gpt(0.3, tied=False), token_batches(5), segments=3, clip_norm=0.5, weights=weights)
 
 
 @pytest.mark.parametrize("devices", [2, 3])

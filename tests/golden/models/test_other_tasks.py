@@ -20,6 +20,7 @@ from atomtrain.errors import AnalysisError, ConfigError
 from tests.golden.models.test_any_model import adamw, check
 from tests.support.any_models import _GROUPED, VOCABULARY, Case, _language_model
 from tests.support.engine_models import swap
+from tests.support.hugging_face_models import MIXTURES
 from tests.support.reference import assert_equal_training, train, twin
 
 pytestmark = pytest.mark.usefixtures("assumed_times", "fastest_plans")
@@ -110,6 +111,47 @@ def rwkv() -> Case:
 def test_swapped_is_resident(make: Callable[[], Case]) -> None:
     torch.manual_seed(0)
     check(make(), micro_batches=1, segments=3)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_losses_of_routers_count(kind: str, micro_batches: int) -> None:
+    torch.manual_seed(0)
+    asked = hf.AutoConfig.for_model(
+        **MIXTURES[kind], output_router_logits=True, router_aux_loss_coef=0.5
+    )
+    model = hf.AutoModelForCausalLM.from_config(asked)
+    batch = {"input_ids": torch.arange(12).view(1, -1)}
+    with torch.no_grad():
+        found = model(**batch, labels=batch["input_ids"])
+        plain = model(**batch, labels=batch["input_ids"], output_router_logits=False)
+    assert float(found.loss) == pytest.approx(float(plain.loss + 0.5 * found.aux_loss), abs=1e-5)
+    assert float(found.aux_loss) > 0
+    check(_language_model(model), micro_batches, segments=3)
+
+
+def _in_batch(output: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Tell which of all answers belongs to each question, by the cosine of their embeddings."""
+    mask = batch["attention_mask"][..., None]
+    means = (output.last_hidden_state * mask).sum(1) / mask.sum(1)
+    asked, answers = nn.functional.normalize(means, dim=-1).unflatten(0, (-1, 2)).unbind(1)
+    return nn.functional.cross_entropy(20 * asked @ answers.T, torch.arange(len(asked)))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_embeddings_learn_from_the_other_rows_of_a_batch(micro_batches: int) -> None:
+    torch.manual_seed(0)
+    model = hf.LlamaModel(hf.LlamaConfig(**_GROUPED)).train()
+
+    def draw() -> dict[str, Tensor]:
+        lengths = torch.randint(4, 13, (6, 1))
+        ids = torch.randint(VOCABULARY, (6, 12))
+        return {"input_ids": ids, "attention_mask": (torch.arange(12) < lengths).long()}
+
+    check(
+        Case(model, draw), micro_batches, segments=3,
+        loss_of=lambda own, batch: _in_batch(own(**batch), batch), loss=_in_batch,
+    )  # fmt: skip
 
 
 def test_masks_that_are_drawn_in_evaluation_too() -> None:

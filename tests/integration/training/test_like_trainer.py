@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from atombench.engine.curve import CurveSetup, losses_of
+from atombench.engine.curve import CurveSetup, losses_of, losses_on
 from atombench.engine.curve import losses_of_trainer as losses_of_model
+from atomtrain.checkpoint import open_checkpoint
 from atomtrain.cli.main import main
-from tests.support.hugging_face_models import UNTIED, write_model, write_text
+from atomtrain.data.examples import IGNORED
+from atomtrain.data.sampler import SamplerConfig
+from atomtrain.training.setup.state import recipe_of
+from atomtrain.training.setup.texts import read_text
+from tests.support.hugging_face_models import SENTENCE, UNTIED, write_model, write_text
 
 hf = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="Trainer needs it")
@@ -26,10 +33,12 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_text(Path("text.txt"))
 
 
-def train(run: str, *more: str, steps: int = STEPS, rate: float = RATE) -> Path:
+def train(
+    run: str, *more: str, steps: int = STEPS, rate: float = RATE, data: str = "text.txt"
+) -> Path:
     """Train by `atom train`; return the peer's folder."""
     arguments = [
-        "train", "--model", "model", "--data", "text.txt", "--run", run, "--host", "127.0.0.1",
+        "train", "--model", "model", "--data", data, "--run", run, "--host", "127.0.0.1",
         "--device", "emulated:4GiB/s", "--device-memory", "2MiB", "--context", str(CONTEXT),
         "--sequences", str(SEQUENCES), "--micro-batch", str(SEQUENCES), "--steps", str(steps),
         "--plain", "--no-profile", "--threads", "1", "--evaluate-every", "1000",
@@ -73,3 +82,39 @@ def test_adapters() -> None:
         wrapped = f"base_model.model.{stem}.base_layer.{part}"
         kept = model.state_dict()
         assert torch.equal(kept.get(wrapped, kept.get(f"base_model.model.{name}")), tensor)
+
+
+def write_answers(file: Path) -> None:
+    """Write rows whose answers have one word to ten."""
+    words = SENTENCE.split()
+    rows = []
+    for number in range(80):
+        count = (1, 10, 2, 7, 1, 4)[number % 6]
+        answer = " ".join(words[(number + place) % len(words)] for place in range(count))
+        rows.append(json.dumps({"prompt": f"{words[number % 5]} ", "completion": answer}))
+    file.write_text("\n".join(rows))
+
+
+def rows_of(peer: Path, data: str) -> list[dict[str, Tensor]]:
+    """Return the rows of a run's steps, in their order, as transformers wants them."""
+    recipe, tokenizer = recipe_of(open_checkpoint(peer))
+    config = SamplerConfig(context_tokens=CONTEXT, sequences=SEQUENCES, seed=recipe.seed)
+    drawn = read_text((data,), recipe.sizes, tokenizer).material.sampler(config, peer.name)
+    rows = []
+    for step in range(STEPS):
+        batch = drawn.batch(step)
+        last = batch.labels[:, -1:].clamp(min=0)
+        ids, none = torch.cat([batch.inputs, last], 1), torch.full_like(last, IGNORED)
+        labels = torch.cat([none, batch.labels], 1)
+        rows += [{"input_ids": i, "labels": j} for i, j in zip(ids, labels, strict=True)]
+    return rows
+
+
+def test_answers_of_unlike_length_in_several_micro_batches() -> None:
+    write_answers(Path("answers.jsonl"))
+    peer = train("answers", "--micro-batch", "1", data="answers.jsonl")
+    rows = rows_of(peer, "answers.jsonl")
+    steps = [rows[first : first + SEQUENCES] for first in range(0, len(rows), SEQUENCES)]
+    assert any(len({int((r["labels"] != IGNORED).sum()) for r in step}) > 2 for step in steps)
+    model = hf.AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
+    check(losses_of(peer), losses_on(rows, model, 1, RATE, Path("trainer"), SEQUENCES))

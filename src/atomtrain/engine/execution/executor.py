@@ -92,6 +92,7 @@ class Executor:
         self._shared: dict[Layers, frozenset[int]] = {}
         self._losses: list[Tensor] = []
         self._count = self._of = 0
+        self._weights: Sequence[float] | None = None
         self.record: Record | None = None
         """Where visits are noted, or `None`."""
         self.visited: Callable[[Visit], None] | None = None
@@ -102,15 +103,29 @@ class Executor:
         """Whether any layer draws random numbers."""
         return self._random.used
 
-    def train(self, micro_batches: Sequence[Values]) -> list[Tensor]:
-        """Run forward and backward; gradients go to `Updates`. Return the losses (0-d)."""
-        self.begin(len(micro_batches), len(micro_batches))
+    def train(
+        self, micro_batches: Sequence[Values], weights: Sequence[float] | None = None
+    ) -> list[Tensor]:
+        """Run forward and backward; gradients go to `Updates`. Return the losses (0-d).
+
+        Args:
+            micro_batches: At least one.
+            weights: What each one's loss is multiplied by before its backward; `None`: it is
+                divided by their number.
+        """
+        self.begin(len(micro_batches), len(micro_batches), weights)
         return self.run(micro_batches)
 
-    def begin(self, count: int, of: int, seeds: Sequence[int] | None = None) -> None:
-        """Start a step of which `count` of `of` micro-batches run here, with `seeds` if some do
-        not."""
-        self._of = of
+    def begin(
+        self,
+        count: int,
+        of: int,
+        weights: Sequence[float] | None,
+        seeds: Sequence[int] | None = None,
+    ) -> None:
+        """Start a step of which `count` of `of` micro-batches run here, with these `weights`, and
+        with `seeds` if some do not."""
+        self._of, self._weights = of, weights
         self._random.begin(count, seeds)
         backward = [v.layers for v in self._training.visits if v.gradient is not None]
         deliveries: dict[Layers, list[int]] = {v: self.slots.delivered(v) for v in backward}
@@ -401,10 +416,11 @@ class Executor:
             loss = graph.values[self._chain.loss]
             self._losses.append(loss.detach())
             with torch.enable_grad():
-                mean = loss / self._of
+                weights = self._weights
+                part = loss / self._of if weights is None else loss * weights[micro_batch]
                 # Asked for as late as possible: the step before may still be deciding.
                 scale = self._updates.scale_of_loss()
-                roots.append(mean if scale == 1.0 else mean * scale)
+                roots.append(part if scale == 1.0 else part * scale)
             seeds.append(None)
             del loss
         for name, root in begun.items():

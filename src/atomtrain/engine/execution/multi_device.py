@@ -159,18 +159,24 @@ class MultiDeviceExecutor:
     def visited(self, visited: Callable[[Visit], None] | None) -> None:
         self._signals.visited = visited
 
-    def train(self, micro_batches: Sequence[Values]) -> list[Tensor]:
-        """Run forward and backward; gradients go to `Updates`. Return the losses (0-d)."""
+    def train(
+        self, micro_batches: Sequence[Values], weights: Sequence[float] | None = None
+    ) -> list[Tensor]:
+        """Run forward and backward; gradients go to `Updates`. Return the losses (0-d).
+
+        Arguments are as of `Executor.train`.
+        """
         shares = divided(micro_batches, len(self._executors))
         seeds: list[int | None] = [None] * len(micro_batches)
         if self._executors[0].random and len(micro_batches) > 1:
             seeds = [*micro_batch_seeds(len(micro_batches))]
-        own_seeds = divided(seeds, len(self._executors))
+        numbers = divided(range(len(micro_batches)), len(self._executors))
         self._sums.begin()
-        for executor, share, drawn in zip(self._executors, shares, own_seeds, strict=True):
-            if share:
-                known = [seed for seed in drawn if seed is not None]
-                executor.begin(len(share), len(micro_batches), known or None)
+        for executor, mine in zip(self._executors, numbers, strict=True):
+            if mine:
+                known = [seed for index in mine if (seed := seeds[index]) is not None]
+                own = None if weights is None else [weights[index] for index in mine]
+                executor.begin(len(mine), len(micro_batches), own, known or None)
         losses = self._run_all(shares, Executor.run)
         self._sums.whole.finish_step()
         return losses

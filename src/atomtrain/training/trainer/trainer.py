@@ -39,6 +39,7 @@ from atomtrain.training.setup.state import (
 )
 from atomtrain.training.trainer.callbacks import Callback, Course, Progress, tell_start, tell_step
 from atomtrain.training.trainer.inline import Inline, in_notebook
+from atomtrain.training.trainer.targets import first_target, targets_in
 from atomtrain.training.trainer.trainer_arguments import (
     EPOCH,
     TrainerArguments,
@@ -121,6 +122,7 @@ class Trainer:
         self._collate = data_collator or stacked
         drop = self.args.drop_unused and loss is None
         self._taken = names_in_forward(model) if drop else None
+        self._first_target = first_target(model) if loss is None else None
         self._processing = processing_class
         self._swap = partial(swap, optimizer=optimizer or self._adamw, loss=loss)
         self._open_devices = partial(open_devices, device, device_memory)
@@ -181,7 +183,7 @@ class Trainer:
                 torch.manual_seed(args.seed + course.step)
                 engine.recording = course.step + 1 == second  # for the dashboard, once
                 batches = self._batches(course.step)
-                loss = engine.step(batches)
+                loss = engine.step(batches, targets_in(batches, self._first_target))
                 assert engine.last is not None
                 times.note(engine.last.step_s)
                 course.step += 1
@@ -222,7 +224,8 @@ class Trainer:
             )
         starts = range(0, len(data) - size + 1, size)
         batches = [self._micro_batch(data, range(start, start + size)) for start in starts]
-        return {"eval_loss": self.engine.evaluate(batches)}
+        weights = targets_in(batches, self._first_target)
+        return {"eval_loss": self.engine.evaluate(batches, weights)}
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Write the model: as `save_pretrained` does where the model has it, else safetensors."""
@@ -336,6 +339,7 @@ class Trainer:
             "tokens": self.course.tokens,
             "loss_scale": loss_scale_of(self.engine),
             "compiling": compiling_of(self.engine),
+            "by_targets": self._first_target is not None,
         }
         path = save(folder / CHECKPOINTS_FOLDER, self.course.step, shards_of(self.engine), meta)
         tell_checkpoint(path, self.course.step, time.monotonic() - started_s, events)
@@ -356,6 +360,8 @@ class Trainer:
             raise CheckpointError(
                 f"{checkpoint.path} was not written by Trainer; choose another output_dir"
             ) from error
+        if not checkpoint.meta.get("by_targets", False):  # in older ones micro-batches count alike
+            self._first_target = None
         self.course.step = checkpoint.step
         self.course.losses, self.course.evaluations = losses, evaluations
         self.course.tokens = tokens

@@ -16,6 +16,7 @@ from atomtrain.engine.options import check_compile
 from atomtrain.errors import ConfigError
 from atomtrain.optimizers import Schedule
 from atomtrain.settings import number
+from atomtrain.training.trainer.targets import inside_of
 
 EPOCH = "epoch"
 _SCHEDULES = {
@@ -248,9 +249,7 @@ def tokens_in(batches: Iterable[Any]) -> int | None:
 
 def names_in_forward(model: nn.Module) -> frozenset[str]:
     """Return the names of what a model's forward takes; of a wrapped one, what its inside takes."""
-    inside = getattr(model, "get_base_model", None)  # peft's own forward takes anything
-    forward = inside().forward if inside is not None else model.forward
-    return frozenset(inspect.signature(forward).parameters)
+    return frozenset(inspect.signature(inside_of(model).forward).parameters)
 
 
 def _stacked(samples: list[Any], what: str) -> Any:
