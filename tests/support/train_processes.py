@@ -40,13 +40,15 @@ class Trainer:
         self.folder = folder
         self.text = write_text(folder / "text.txt")
 
-    def command(self, *arguments: str) -> list[str]:
+    def command(self, *arguments: str, profile: bool = False) -> list[str]:
+        """Return a command that measures nothing unless it is to have a profile."""
         base = [sys.executable, "-m", "atomtrain.cli.main", "train", "--plain", "--threads", "1"]
+        base += [] if profile else ["--no-profile"]
         return [*base, "--host", "127.0.0.1", "--directory", str(self.folder / "runs"), *arguments]
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, profile: bool = False) -> subprocess.CompletedProcess[str]:
         """Run to the end."""
-        return forks.run(self.command(*arguments), PATIENCE_S)
+        return forks.run(self.command(*arguments, profile=profile), PATIENCE_S)
 
     def stopped(self, *arguments: str, at: tuple[str, int], number: int) -> tuple[Path, int]:
         """Run until the process stands still at `(kind, count)`, as `held_train` says; signal it.

@@ -29,6 +29,8 @@ from tests.support.swapped import (
     token_batches,
 )
 
+pytestmark = pytest.mark.usefixtures("assumed_times")
+
 
 @pytest.mark.parametrize("segments", [1, 2, 3, LAYERS])
 @pytest.mark.parametrize("micro_batches", [1, 7])

@@ -20,6 +20,7 @@ from atomtrain.training.setup.state import restore, shards_of
 from tests.support.reference import assert_equal_training, train, twin
 from tests.support.swapped import gpt, token_batches
 
+pytestmark = pytest.mark.usefixtures("assumed_times")
 STEPS = 4
 FACTORIES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "float32": lambda model: AdamW(decay_groups(model), lr=1e-3),

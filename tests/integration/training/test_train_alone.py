@@ -41,7 +41,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 @pytest.fixture(scope="module")
 def straight(trainer: Trainer) -> tuple[Path, str]:
     """The folder and the output of a peer that was never disturbed."""
-    done = trainer.run(*RECIPE, "--data", str(trainer.text))
+    done = trainer.run(*RECIPE, "--data", str(trainer.text), profile=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     (folder,) = (trainer.folder / "runs").glob("*/peer-0")
