@@ -300,7 +300,20 @@ class Checks(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [Settles, Checks])
+class ShowsOutput(nn.Linear):
+    """For whoever wants to look at it; it is not read."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.shown: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.shown = y.detach()
+        return y
+
+
+@pytest.mark.parametrize("kind", [Settles, Checks, ShowsOutput])
 def test_what_does_not_change_the_results_is_let_through(kind: type[nn.Module]) -> None:
     with swap(kind(4, 4), X, loss=square) as engine:
         expected = float(square(engine.model(X)).detach())
@@ -312,6 +325,67 @@ def test_checks_that_are_left_out_are_told(caplog: pytest.LogCaptureFixture) -> 
         pass
     [said, *_] = [m for m in caplog.messages if "checks its data" in m]
     assert re.search(r"leaves out, at .*test_export\.py:\d+ \(torch\._check_tensor_all", said)
+
+
+class KeepsCount(nn.Linear):
+    """Of an attribute that was there before the first call, torch takes back what forward did."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x) * self.count
+
+
+class KeepsList(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(1)
+        return super().forward(x) * len(self.seen)
+
+
+class KeepsOutput(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.before: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        given = y if self.before is None else y + self.before
+        self.before = y.detach()
+        return given
+
+
+class KeepsTensor(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.before = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        given = y + self.before
+        self.before = y.detach().mean()
+        return given
+
+
+class PutsBuffer(KeepsTensor):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        del self.before
+        self.register_buffer("before", torch.zeros(()))
+
+
+class Hooks(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient / 2)
+        return y
 
 
 class WritesInput(nn.Linear):
@@ -353,6 +427,12 @@ class Autocast(nn.Linear):
         (Prepares, r"changes the attribute 'ready' of module ''"),
         (Scales, r"changes the attribute 'ready' of module ''"),
         (Shifts, r"changes the attribute 'ready' of module ''"),
+        (KeepsCount, r"changes the attribute 'count' of module ''"),
+        (KeepsList, r"changes the attribute 'seen' of module ''"),
+        (KeepsOutput, r"changes the attribute 'before' of module ''"),
+        (KeepsTensor, r"puts another tensor in the place of 'before'"),
+        (PutsBuffer, r"puts another tensor in the place of 'before'"),
+        (Hooks, r"calls register_hook on a tensor"),
         (WritesInput, r"changes its input in place at .*test_export\.py:\d+"),
         (WritesWeight, r"changes a parameter in place at .*test_export\.py:\d+"),
         (WritesData, r"cannot analyse WritesData .*works on a tensor's \.data"),
