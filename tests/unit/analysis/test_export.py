@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from atomtrain.analysis import chain_of, layer_costs
 from atomtrain.analysis.layers.graph_layer import GraphLayer
@@ -401,6 +402,27 @@ class WritesWeight(nn.Linear):
         return super().forward(x)
 
 
+class WritesRow(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight[0].zero_()  # this line
+        return super().forward(x)
+
+
+class WritesPart(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x[..., 0] = 0  # this line
+        return super().forward(x)
+
+
+class Shortens(nn.Linear):
+    """As `nn.Embedding(max_norm=...)` does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten().long() % 4
+        return super().forward(x) * F.embedding(rows, self.weight, max_norm=0.5).sum()
+
+
 class WritesData(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.weight.data.clamp_(-1, 1)
@@ -435,6 +457,9 @@ class Autocast(nn.Linear):
         (Hooks, r"calls register_hook on a tensor"),
         (WritesInput, r"changes its input in place at .*test_export\.py:\d+"),
         (WritesWeight, r"changes a parameter in place at .*test_export\.py:\d+"),
+        (WritesRow, r"changes a parameter in place at .*test_export\.py:\d+"),
+        (WritesPart, r"changes its input in place at .*test_export\.py:\d+"),
+        (Shortens, r"changes a parameter in place at .*test_export\.py:\d+"),
         (WritesData, r"cannot analyse WritesData .*works on a tensor's \.data"),
         (Numbers, r"test_export\.py:\d+ \(return torch\.from_numpy"),
         (Autocast, r"uses autocast at .*test_export\.py:\d+"),
