@@ -104,3 +104,26 @@ def test_two_heads_and_a_loss_of_the_callers(micro_batches: int, segments: int) 
 @pytest.mark.parametrize("segments", [1, 3, 6])
 def test_skips_over_several_cuts(micro_batches: int, segments: int) -> None:
     check(any_models.u_net(), micro_batches, segments)
+
+
+class Doubled(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def hooked() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model.register_forward_pre_hook(lambda _, given: (given[0] / 2,))
+    model.register_forward_hook(lambda _, __, output: output.exp())
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Doubled(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), hooked]
+)
+def test_a_sequential_may_do_more_than_its_modules(make: Callable[[], nn.Module]) -> None:
+    def square(output: Tensor) -> Tensor:
+        return output.pow(2).mean()
+
+    case = Case(make(), lambda: (torch.randn(2, 8),))
+    check(case, 2, 1, lambda model, batch: square(model(*batch)), square)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from atomtrain.analysis import chain_of, layer_costs
 from atomtrain.analysis.layers.graph_layer import GraphLayer
@@ -300,7 +301,20 @@ class Checks(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [Settles, Checks])
+class ShowsOutput(nn.Linear):
+    """For whoever wants to look at it; it is not read."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.shown: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.shown = y.detach()
+        return y
+
+
+@pytest.mark.parametrize("kind", [Settles, Checks, ShowsOutput])
 def test_what_does_not_change_the_results_is_let_through(kind: type[nn.Module]) -> None:
     with swap(kind(4, 4), X, loss=square) as engine:
         expected = float(square(engine.model(X)).detach())
@@ -314,6 +328,67 @@ def test_checks_that_are_left_out_are_told(caplog: pytest.LogCaptureFixture) -> 
     assert re.search(r"leaves out, at .*test_export\.py:\d+ \(torch\._check_tensor_all", said)
 
 
+class KeepsCount(nn.Linear):
+    """Of an attribute that was there before the first call, torch takes back what forward did."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x) * self.count
+
+
+class KeepsList(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(1)
+        return super().forward(x) * len(self.seen)
+
+
+class KeepsOutput(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.before: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        given = y if self.before is None else y + self.before
+        self.before = y.detach()
+        return given
+
+
+class KeepsTensor(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.before = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        given = y + self.before
+        self.before = y.detach().mean()
+        return given
+
+
+class PutsBuffer(KeepsTensor):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        del self.before
+        self.register_buffer("before", torch.zeros(()))
+
+
+class Hooks(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient / 2)
+        return y
+
+
 class WritesInput(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         x += 1  # this line
@@ -325,6 +400,27 @@ class WritesWeight(nn.Linear):
         with torch.no_grad():
             self.weight.mul_(0.9)  # this line
         return super().forward(x)
+
+
+class WritesRow(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight[0].zero_()  # this line
+        return super().forward(x)
+
+
+class WritesPart(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x[..., 0] = 0  # this line
+        return super().forward(x)
+
+
+class Shortens(nn.Linear):
+    """As `nn.Embedding(max_norm=...)` does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten().long() % 4
+        return super().forward(x) * F.embedding(rows, self.weight, max_norm=0.5).sum()
 
 
 class WritesData(nn.Linear):
@@ -353,8 +449,17 @@ class Autocast(nn.Linear):
         (Prepares, r"changes the attribute 'ready' of module ''"),
         (Scales, r"changes the attribute 'ready' of module ''"),
         (Shifts, r"changes the attribute 'ready' of module ''"),
+        (KeepsCount, r"changes the attribute 'count' of module ''"),
+        (KeepsList, r"changes the attribute 'seen' of module ''"),
+        (KeepsOutput, r"changes the attribute 'before' of module ''"),
+        (KeepsTensor, r"puts another tensor in the place of 'before'"),
+        (PutsBuffer, r"puts another tensor in the place of 'before'"),
+        (Hooks, r"calls register_hook on a tensor"),
         (WritesInput, r"changes its input in place at .*test_export\.py:\d+"),
         (WritesWeight, r"changes a parameter in place at .*test_export\.py:\d+"),
+        (WritesRow, r"changes a parameter in place at .*test_export\.py:\d+"),
+        (WritesPart, r"changes its input in place at .*test_export\.py:\d+"),
+        (Shortens, r"changes a parameter in place at .*test_export\.py:\d+"),
         (WritesData, r"cannot analyse WritesData .*works on a tensor's \.data"),
         (Numbers, r"test_export\.py:\d+ \(return torch\.from_numpy"),
         (Autocast, r"uses autocast at .*test_export\.py:\d+"),

@@ -26,6 +26,7 @@ from atomtrain.analysis.costs.flops import attention_workspace_bytes, more_count
 from atomtrain.analysis.costs.saved import SavedCost, SavedWatcher, is_movable
 from atomtrain.analysis.costs.storages import ALIGNED_BYTES, StorageTracker, is_dense
 from atomtrain.analysis.layers.chain import Chain, Layer
+from atomtrain.analysis.layers.kept_state import keeping_nothing
 from atomtrain.errors import AnalysisError, reason_of
 
 
@@ -315,7 +316,7 @@ def _measure(
             if isinstance(value, Tensor) and value.requires_grad
         ]
         tracker = _Watcher(on_gpu=on_gpu)
-        with torch.no_grad(), tracker:
+        with torch.no_grad(), keeping_nothing(layer, tensors), tracker:
             written = layer.run(tensors, arguments)
             forward_bytes = tracker.peak_bytes
         changes = any(tensors[name]._version for name in layer.buffers)

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_impls import op_implementations_dict
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch._subclasses.meta_utils import MetaTensorDescriber
 
 from atomtrain.errors import AnalysisError
@@ -32,6 +33,8 @@ _ROW_BYTES = 16
 """Rows of grouped products begin at multiples of it, those of the result too."""
 _TRACING = threading.RLock()
 """Held while a model is traced, which exchanges functions of the whole process."""
+_TENSOR_HOOKS = "register_hook", "register_post_accumulate_grad_hook"
+_GONE = object()
 
 
 class Way(NamedTuple):
@@ -204,20 +207,91 @@ def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     }
 
 
-def check_side_effects(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> None:
+def held_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return buffers, and tensors that are plain attributes, by their paths."""
+    found = dict(model.named_buffers(remove_duplicate=False))
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                found[f"{path}.{name}" if path else name] = value
+    return found
+
+
+def changes_in(
+    before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[str, str]]:
+    """Return the paths and names of what differs between two results of `attributes_of`."""
+    nothing: Mapping[str, Any] = {}
+    return [
+        (path, name)
+        for path, own in after.items()
+        for name in {**before.get(path, nothing), **own}
+        if own.get(name, _GONE) != before.get(path, nothing).get(name, _GONE)
+    ]
+
+
+@contextmanager
+def left_by(model: nn.Module, after: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """Have attributes of modules be as a call left them, which torch takes back: lists as long, and
+    in place of what became a tensor another one."""
+    changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for path, module in model.named_modules():
+        own, left = vars(module), after.get(path, {})
+        known = attributes_of(module)[""]
+        changed.append((own, {name: own[name] for name in known}))
+        for name, was in known.items():
+            now = left.get(name, _GONE)
+            if now == was or isinstance(own[name], dict | set):
+                continue
+            if isinstance(own[name], list):
+                own[name] = [None] * now
+            else:
+                own[name] = torch.zeros(()) if now is _GONE else now
+    try:
+        yield
+    finally:
+        for own, known in changed:
+            own.update(known)
+
+
+def check_side_effects(
+    before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
+) -> None:
     """Raise `AnalysisError` if forward changed what `attributes_of` returned before it."""
-    for path, attributes in attributes_of(model).items():
-        changed = [
-            name
-            for name, value in attributes.items()
-            if name not in before.get(path, {}) or before[path][name] != value
-        ]
-        if changed:
+    for path, name in changes_in(before, after):
+        raise AnalysisError(
+            f"forward changes the attribute {name!r} of module {path!r}, which would happen once "
+            f"instead of in every step; keep such a state in a registered buffer, {MANUAL}"
+        )
+
+
+@contextmanager
+def without_hooks() -> Iterator[None]:
+    """Refuse forward to hook into gradients, which no traced operation would do.
+
+    Raises:
+        AnalysisError: within, where it does.
+    """
+    usual = {name: getattr(Tensor, name) for name in _TENSOR_HOOKS}
+
+    def instead(name: str) -> Callable[..., Any]:
+        def hook(tensor: Tensor, call: Callable[..., Any]) -> Any:
+            if not isinstance(tensor, FakeTensor | FunctionalTensor):
+                return usual[name](tensor, call)
             raise AnalysisError(
-                f"forward changes the attribute {changed[0]!r} of module {path!r}, which would "
-                "happen once instead of in every step; keep such a state in a registered buffer, "
-                + MANUAL
+                f"forward calls {name} on a tensor, a hook that swapped training would not call; "
+                "change the gradient by what forward does (a torch.autograd.Function), " + MANUAL
             )
+
+        return hook
+
+    for name in _TENSOR_HOOKS:
+        setattr(Tensor, name, instead(name))
+    try:
+        yield
+    finally:
+        for name, call in usual.items():
+            setattr(Tensor, name, call)
 
 
 def check_dtypes(model: nn.Module) -> None:

@@ -23,14 +23,18 @@ from atomtrain.analysis.export.conditions import (
     MANUAL,
     Way,
     attributes_of,
+    changes_in,
     check_dtypes,
     check_side_effects,
+    held_tensors,
     hidden,
+    left_by,
     only_torch_draws,
     quiet,
     seeming_on,
     ways_to_trace,
     without_collector,
+    without_hooks,
 )
 from atomtrain.analysis.export.equal_modules import equal_modules
 from atomtrain.analysis.export.functions import Functions
@@ -68,6 +72,9 @@ class _Output:
 
     rebuild: Callable[[Sequence[Any]], Any] = tuple
     attributes: Mapping[str, Mapping[str, Any]] = {}
+    assigned: Mapping[str, Tensor] = {}
+    """Buffers and other tensors of modules, by their paths in the model, in whose places forward
+    put others."""
 
 
 class _Recorded(nn.Module):
@@ -83,9 +90,14 @@ class _Recorded(nn.Module):
         self.output = _Output()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        before = held_tensors(self.model)
         with hidden() if self.as_eager else nullcontext():
             output = self.call(self.model, tensors)
         self.output.attributes = attributes_of(self.model)
+        now = held_tensors(self.model)
+        self.output.assigned = {
+            name: was for name, was in before.items() if now.get(name) is not was
+        }
         if self.own_loss:
             return (loss_in(output),)
         structure = take_apart(output)
@@ -139,17 +151,19 @@ def export(
     check_dtypes(model)
     # Fresh tensors of the same layout: one tensor given twice would become one input.
     given = tuple(torch.empty_like(tensor, device="meta") for tensor in tensors)
-    before = attributes_of(model)
+    before: Mapping[str, Mapping[str, Any]] = attributes_of(model)
     ways = ways_to_trace(device)
     for way in ways:
         try:
-            exported = _traced(_Recorded(model, call, own_loss, way.as_eager), given, grad, way)
-            if (after := attributes_of(model)) != before:
+            first = _Recorded(model, call, own_loss, way.as_eager)
+            exported = _traced(first, given, grad, way)
+            after = first.output.attributes
+            if changes_in(before, after):
                 # A first call may prepare a model, if it and later calls do the same.
                 later = _Recorded(model, call, own_loss, way.as_eager)
-                if does_the_same(_traced(later, given, grad, way), exported) and _is_in(
-                    later.output.attributes, after
-                ):
+                with left_by(model, after):
+                    again = _traced(later, given, grad, way)
+                if does_the_same(again, exported) and _is_in(later.output.attributes, after):
                     before = after
             break
         except AtomError:
@@ -163,8 +177,28 @@ def export(
             "%s is traced %s, so its results may differ in their last bits: %s",
             type(model).__name__, way.told(device), reason,
         )  # fmt: skip
-    check_side_effects(model, before)
+    check_side_effects(before, after)
+    _check_assigned(model, exported, first.output.assigned)
     return exported
+
+
+def _check_assigned(model: nn.Module, exported: Exported, assigned: Mapping[str, Tensor]) -> None:
+    """Raise `AnalysisError` if forward puts another tensor in the place of one that it reads
+    before, or of a buffer that is saved: what it put there would be lost."""
+    read = {name for node, (name, _) in exported.buffers.items() if node.users}
+    literals = {literal.data_ptr() for node, literal in exported.literals.items() if node.users} - {
+        0
+    }
+    for name, was in assigned.items():
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        is_saved = last in module._buffers and last not in module._non_persistent_buffers_set
+        is_read = name in read or (last not in module._buffers and was.data_ptr() in literals)
+        if is_saved or is_read:
+            raise AnalysisError(
+                f"forward puts another tensor in the place of {name!r}, which would be lost; "
+                f"write with copy_() into a registered buffer, {MANUAL}"
+            )
 
 
 def does_the_same(one: Exported, other: Exported) -> bool:
@@ -226,7 +260,7 @@ def _program(
     try:
         with (
             only_torch_draws(), torch.set_grad_enabled(grad), quiet(), without_collector(),
-            seeming_on(device), functions.noted(),
+            seeming_on(device), functions.noted(), without_hooks(),
         ):  # fmt: skip
             program = torch.export.export(recorded, tuple(given), strict=False)
             if any(isinstance(value, FakeTensor) for value in program.constants.values()):

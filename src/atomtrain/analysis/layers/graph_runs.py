@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from atomtrain.analysis.export.conditions import MANUAL
 from atomtrain.analysis.export.constants import Constants, simplify_attention
 from atomtrain.analysis.export.export import Exported, export, place_of
-from atomtrain.analysis.export.functions import live_nodes, written_by
+from atomtrain.analysis.export.functions import live_nodes, storages_of, written_by
 from atomtrain.analysis.layers.cuts import Piece
 from atomtrain.analysis.layers.front import Rest
 from atomtrain.analysis.layers.graph_layer import Recipe
@@ -71,13 +71,20 @@ def _unify(exported: Exported) -> None:
 
 
 def _check_writes(exported: Exported, live: Sequence[fx.Node]) -> None:
+    """Refuse what writes to a parameter or an input, or to a part of one."""
+    kinds = {
+        key: kind
+        for kind, sources in (
+            ("a parameter", exported.parameters),
+            ("its input", exported.inputs),
+        )
+        for source in sources
+        for key in storages_of(source)
+    }
     for node in live:
         for target in written_by(node):
-            for kind, sources in (
-                ("a parameter", exported.parameters),
-                ("its input", exported.inputs),
-            ):
-                if target in sources:
+            for key in storages_of(target):
+                if kind := kinds.get(key):
                     raise AnalysisError(
                         f"forward changes {kind} in place at {place_of(node)}, which cannot be "
                         f"repeated; use an operation that returns a new tensor, {MANUAL}"

@@ -145,7 +145,8 @@ def chain_of(
         used = {name for layer in own for name in layer.reads}
         inputs = tuple(name for name in names if name in used)
         return Traced(_chain(model, own, inputs, own[-1].writes[0]), _binder(names, inputs))
-    if isinstance(model, nn.Sequential):
+    if _is_only_its_modules(model):
+        assert isinstance(model, nn.Sequential)
         return _sequential(model, example, loss)
     return _exported(model, example, loss, device)
 
@@ -310,6 +311,16 @@ class _OnOutput(nn.Module):
             start = stop
         result: Tensor = self.loss(output, *batch)
         return result
+
+
+def _is_only_its_modules(model: nn.Module) -> bool:
+    """Return whether a model calls its modules one after the other, and does nothing else."""
+    if not isinstance(model, nn.Sequential) or "forward" in vars(model):
+        return False
+    own = type(model).forward is not nn.Sequential.forward
+    own |= type(model).__call__ is not nn.Module.__call__
+    hooks = model._forward_pre_hooks, model._forward_hooks, model._backward_hooks
+    return not (own or any(hooks) or model._backward_pre_hooks)
 
 
 def _sequential(model: nn.Sequential, example: MicroBatch, loss: Loss | None) -> Traced:
