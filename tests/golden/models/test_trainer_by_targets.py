@@ -14,6 +14,7 @@ import atomtrain
 from atombench.engine.curve import losses_on
 from atomtrain import TrainerArguments
 from atomtrain.checkpoint import save
+from atomtrain.data.examples import IGNORED
 from atomtrain.training.trainer import trainer as module
 from atomtrain.training.trainer.targets import first_target, targets_in
 from tests.support.hugging_face_models import UNTIED
@@ -99,13 +100,16 @@ def test_losses_are_those_of_transformers(make: Any, tmp_path: Path) -> None:
     assert not same(losses(make(), tmp_path / "alike", Rows(), loss=alike), expected)
 
 
-def test_an_evaluation_is_the_mean_over_targets(tmp_path: Path) -> None:
+def test_an_evaluation_is_that_of_transformers(tmp_path: Path) -> None:
+    """Which weights by targets only within a batch; a batch without any has no loss."""
     rows, learner = Rows(12), model()
-    whole = {name: torch.stack([row[name] for row in rows.rows]) for name in rows.rows[0]}
-    with torch.no_grad():
-        expected = float(learner.eval()(**whole).loss)
+    rows.rows[0]["labels"][:] = rows.rows[1]["labels"][:] = IGNORED
+    arguments = hf.TrainingArguments(
+        str(tmp_path / "theirs"), per_device_eval_batch_size=MICRO_BATCH, report_to=[], use_cpu=True
+    )
+    theirs = hf.Trainer(learner, arguments, eval_dataset=rows.rows).evaluate()["eval_loss"]
     with trainer(learner, tmp_path, rows) as made:
-        assert made.evaluate(rows)["eval_loss"] == pytest.approx(expected, abs=1e-5)
+        assert made.evaluate(rows)["eval_loss"] == pytest.approx(theirs, abs=1e-5)
 
 
 def test_several_devices_share_one_count(tmp_path: Path) -> None:

@@ -211,7 +211,8 @@ class Trainer:
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """Return the mean loss on a data set (the trainer's own if it is `None`) as `eval_loss`.
 
-        Samples that fill no micro-batch at the end are left out.
+        As in `transformers`, micro-batches count alike here, and those without a target not at
+        all. Samples that fill no micro-batch at the end are left out.
 
         Raises:
             ConfigError: there is no data set, or it does not fill one micro-batch.
@@ -224,8 +225,9 @@ class Trainer:
             )
         starts = range(0, len(data) - size + 1, size)
         batches = [self._micro_batch(data, range(start, start + size)) for start in starts]
-        weights = targets_in(batches, self._first_target)
-        return {"eval_loss": self.engine.evaluate(batches, weights)}
+        targets = targets_in(batches, self._first_target)
+        counting = None if targets is None else [1 if count else 0 for count in targets]
+        return {"eval_loss": self.engine.evaluate(batches, counting)}
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Write the model: as `save_pretrained` does where the model has it, else safetensors."""
