@@ -142,7 +142,7 @@ class Engine:
             micro_batches: At least one.
             weights: How much each one counts, in any unit: if losses are means over targets, the
                 numbers of targets, so that every target counts alike. One of weight 0 does not run.
-                `None`, or as many of each: all count alike.
+                `None`, or the same for all: they count alike.
 
         Raises:
             ConfigError: no micro-batch, or one that lacks an input or has another shape; or weights
