@@ -23,6 +23,7 @@ from atomtrain.training.setup.state import recipe_of
 from tests.support.hugging_face_models import LLAMA, saved_tensors, write_model, write_text
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("no_search_for_a_fit")
 STEPS, SEQUENCES, CONTEXT = 3, 4, 16
 
 

@@ -17,6 +17,7 @@ from atomtrain.training.setup.state import open_trained
 from tests.support.hugging_face_models import UNTIED, saved_tensors, write_model
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("no_search_for_a_fit")
 TEXTS = ("the cat sat on the mat", "rain fell on the roof", "the dog lay by the door")
 LABELS = ("cat", "rain", "dog")
 OPTIONS = [

@@ -14,6 +14,7 @@ from atomtrain.events import read_events
 from tests.support.hugging_face_models import SENTENCE, UNTIED, write_model, write_text
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("no_search_for_a_fit")
 SMALL = [
     "--host", "127.0.0.1", "--device", "emulated:4GiB/s", "--device-memory", "3MiB",
     "--context", "32", "--sequences", "4", "--steps", "4", "--plain", "--no-profile",

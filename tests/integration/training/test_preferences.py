@@ -17,6 +17,7 @@ from atomtrain.training.setup.references import REFERENCES_FILE
 from tests.support.hugging_face_models import UNTIED, saved_tensors, write_model
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("no_search_for_a_fit")
 GOOD, BAD = "the cat sat on the mat", "rain fell on the roof"
 OPTIONS = [
     "--host", "127.0.0.1", "--device", "emulated:4GiB/s", "--device-memory", "2MiB",
