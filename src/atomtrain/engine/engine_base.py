@@ -88,7 +88,7 @@ class EngineCore:
         present = None if updates.disk is None else updates.disk.present
         self.masters = Masters(updates.worker_of, present, self._wrote)
         """The parameters' values; call `synchronize` before."""
-        self.kept = KeptParameters(planner.chain, move="parameters" in plan.on_disk)
+        self.kept = KeptParameters(planner.chain, model, move="parameters" in plan.on_disk)
         """The parameters, as callers must leave them."""
         there = weakref.ref(self)
 
