@@ -107,6 +107,23 @@ def test_a_group_that_comes_later_is_refused() -> None:
             engine.step([X])
 
 
+def test_hooks_on_the_step_are_refused() -> None:
+    def hooked(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+    with pytest.raises(ConfigError, match="SGD has hooks on its step"):
+        swap(mlp(), X, loss=square, optimizer=hooked)
+    with swap(mlp(), X, loss=square) as engine:
+        engine.step([X])
+        handle = engine.optimizer.register_step_pre_hook(lambda *_: None)
+        with pytest.raises(ConfigError, match="has hooks on its step"):
+            engine.step([X])
+        handle.remove()
+        engine.step([X])
+
+
 def tied_by_data() -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     model[2].weight.data = model[0].weight.data
