@@ -46,7 +46,7 @@ from atomtrain.engine.planner import (
 )
 from atomtrain.engine.state.disk_parameters import Placement, placed
 from atomtrain.engine.state.gradients import with_gradients_in
-from atomtrain.engine.state.kept_parameters import check_hooks
+from atomtrain.engine.state.kept_parameters import check_hooks, check_memory
 from atomtrain.engine.state.precision import LossScale, Narrowed
 from atomtrain.engine.state.store import HostStore, require_data
 from atomtrain.engine.updates.optimizer import (
@@ -126,6 +126,7 @@ def _swap(
     options: Options,
 ) -> Engine:
     """Return the engine of a model that becomes what it is to be computed in."""
+    check_memory(model)
     if options.precision is None:
         return _open(model, example, optimizer, device_memory, device, loss, layers, options)
     narrowed = Narrowed(model, options.precision)

@@ -248,6 +248,7 @@ class Engine:
             AnalysisError: what the model does in evaluation does not fit its layers in training.
         """
         batches, counts = self._begin(micro_batches, weights)
+        self._core.kept.check()
         self._measure_larger_images(batches)
         with self._core.guarded():
             # Exporting what the model does in evaluation switches flags that all threads see, so

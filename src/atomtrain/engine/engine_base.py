@@ -32,6 +32,7 @@ from atomtrain.engine.state.kept_parameters import KeptParameters
 from atomtrain.engine.state.precision import Masters, Part
 from atomtrain.engine.state.store import HostStore
 from atomtrain.engine.state.whole_optimizer import WholeOptimizer
+from atomtrain.engine.updates.optimizer import gather_counts
 from atomtrain.engine.updates.updates import Combining, Updates
 from atomtrain.errors import ConfigError, StreamError
 from atomtrain.planning.plan.layout import host_gradients
@@ -88,7 +89,7 @@ class EngineCore:
         present = None if updates.disk is None else updates.disk.present
         self.masters = Masters(updates.worker_of, present, self._wrote)
         """The parameters' values; call `synchronize` before."""
-        self.kept = KeptParameters(planner.chain, move="parameters" in plan.on_disk)
+        self.kept = KeptParameters(planner.chain, model, move="parameters" in plan.on_disk)
         """The parameters, as callers must leave them."""
         there = weakref.ref(self)
 
@@ -122,6 +123,9 @@ class EngineCore:
             self.bring_to_host(range(self.store.layout.blocks), moments=True)
             self.devices[0].synchronize()
             self.executor.buffers.to_host()
+        gather_counts(
+            self.updates.optimizer, [*self.updates.workers, *self.executor.slots.there.workers]
+        )
         self.whole.hand_over()
 
     def wait(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import atomtrain
+from atomtrain.errors import ConfigError
 from atomtrain.optimizers import AdamW
 from atomtrain.planning import Shape
 from tests.support.planning_models import use_shape
@@ -82,6 +83,58 @@ def test_an_optimizer_that_counts_its_calls_is_called_once_a_block(
         token_batches(2, steps=4),
         lambda parameters: CountsItsCalls(parameters, lr=0.1),
     )
+
+
+class CountsFromZero(CountsItsCalls):
+    """The count is there from the beginning."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        for group in self.param_groups:
+            group["calls"] = 0
+
+
+@pytest.mark.parametrize("kind", [CountsItsCalls, CountsFromZero])
+def test_what_an_optimizer_counts_is_saved_and_goes_on(kind: type[CountsItsCalls]) -> None:
+    model, steps = deep_gpt(0.0, tied=False), token_batches(2, steps=4)
+    reference = twin(model)
+    resident = kind(reference.parameters(), lr=0.1)
+    losses = train(reference, steps, resident)
+    options: dict[str, Any] = {"segments": 3, "micro_batches": 2}
+    found: list[float] = []
+    saved: dict[str, Any] | None = None
+    for half in (steps[:2], steps[2:]):
+        with swap(
+            model, half[0][0], optimizer=lambda parameters: kind(parameters, lr=0.1), **options
+        ) as engine:
+            if saved is not None:
+                engine.optimizer.load_state_dict(saved)
+            found += [engine.step(step) for step in half]
+            saved = engine.optimizer.state_dict()
+            assert [group["calls"] for group in saved["param_groups"]] == [len(found)]
+    assert found == losses
+
+
+class FeelsAll(torch.optim.SGD):
+    """A number of each group depends on all its gradients."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            given = [p.grad for p in group["params"] if p.grad is not None]
+            group["largest"] = max(float(gradient.abs().max()) for gradient in given)
+
+
+def test_an_optimizer_whose_parameters_depend_on_each_other_is_refused() -> None:
+    steps = token_batches(1, steps=1)
+    with swap(
+        deep_gpt(0.0, tied=False), steps[0][0], optimizer=lambda p: FeelsAll(p, lr=0.1), segments=3
+    ) as engine:
+        engine.step(steps[0])
+        message = "FeelsAll has come to unlike values of 'largest'"
+        with pytest.raises(ConfigError, match=message):
+            engine.synchronize()
+        with pytest.raises(ConfigError, match=message):
+            engine.close()
 
 
 def scale(engine: atomtrain.Engine | None, model: nn.Module) -> None:

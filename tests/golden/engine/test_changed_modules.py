@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import atomtrain
 from atomtrain.errors import ConfigError
 from tests.support.engine_models import swap
 from tests.support.reference import assert_equal_training, train, twin
@@ -28,13 +29,15 @@ class Annealed(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.dropout = nn.Dropout(0.1)
         self.beta, self.parts, self.epoch = 1.0, [1.0, 0.5], 0
-        self.config = Config()
+        self.config, self.other = Config(), Config()
+        self.weights, self.act = torch.tensor([1.0, 1.0]), torch.tanh
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         for layer in self.layers:
-            x = self.dropout(torch.tanh(layer(x)))
+            x = self.dropout(self.act(layer(x)))
         loss = x.pow(2).mean() * self.beta * self.parts[1] * self.config.factor
+        loss = loss * self.weights[0] * self.other.factor
         return {"loss": loss * self.scale}
 
 
@@ -69,10 +72,35 @@ def add_hook(model: Annealed) -> None:
     model.layers[0].register_forward_hook(lambda *_: None)
 
 
+def write_tensor(model: Annealed) -> None:
+    model.weights[0] = 2.0
+
+
+def put_tensor(model: Annealed) -> None:
+    model.weights = torch.tensor([2.0, 1.0])
+
+
+def change_object(model: Annealed) -> None:
+    model.other.factor = 1.0
+
+
+def change_function(model: Annealed) -> None:
+    model.act = torch.relu
+
+
+def put_forward(model: Annealed) -> None:
+    model.layers[0].forward = torch.relu
+
+
 CHANGES = [
+    (write_tensor, r"weights was tensor\(\[1\., 1\.\]\) and is tensor\(\[2\., 1\.\]\)"),
+    (put_tensor, r"weights was tensor\(\[1\., 1\.\]\) and is tensor\(\[2\., 1\.\]\)"),
+    (change_object, "other.factor was 2.0 and is 1.0"),
     (change_number, "beta was 1.0 and is 0.5"),
     (change_item, r"parts was \[1.0, 0.5\] and is \[1.0, 1.0\]"),
     (change_config, "config.factor was 2.0 and is 1.0"),
+    (change_function, "act was <built-in method tanh.* and is <built-in method relu"),
+    (put_forward, r"layers\.0\.forward was not there and is"),
     (change_dropout, "dropout.p was 0.1 and is 0.3"),
     (change_mode, "dropout.training was True and is False"),
     (add_hook, "layers.0._forward_hooks has other hooks"),
@@ -96,7 +124,7 @@ def test_what_a_traced_model_reads_must_stay(
             assert torch.equal(value, before[name]), "nothing was done"
 
 
-@pytest.mark.parametrize(("change", "message"), CHANGES[:3])
+@pytest.mark.parametrize(("change", "message"), CHANGES[:6])
 def test_in_evaluation_too(change: Callable[[Annealed], None], message: str) -> None:
     model = Annealed()
     with swap(model, X, segments=2) as engine:
@@ -119,24 +147,29 @@ def test_what_is_put_back_and_what_forward_does_not_read_goes_on() -> None:
             model.epoch, model.beta = epoch + 1, 0.5
             model.beta = 1.0
             model.best_loss = expected[0]
+            model.seen = torch.tensor(expected)
             engine.evaluate([X])
         assert_equal_training(engine, reference, resident)
 
 
-def test_a_buffer_is_the_way() -> None:
-    """As the message says."""
+@pytest.mark.parametrize("tell", [True, False])
+@pytest.mark.parametrize("device", ["emulated", "cpu"])
+def test_a_buffer_is_the_way(tell: bool, device: str) -> None:
+    """As the message says; what is written is seen without being told, too."""
     model = Annealed()
     model.dropout.p = 0.0
     reference = twin(model)
     resident = adamw(reference.parameters())
-    with swap(model, X, optimizer=adamw, segments=2) as engine:
+    with atomtrain.swap(model, X, optimizer=adamw, device=device, device_memory="1MiB") as engine:
         for scale in (0.5, 0.25):
             expected = train(reference, [[X]], resident, lambda m, batch: m(**batch)["loss"])
             assert [engine.step([X])] == expected
             engine.synchronize()
             for one in (model, reference):
                 one.scale.fill_(scale)
-            engine.refresh_buffers()
+            if tell:
+                engine.refresh_buffers()
+            assert float(engine.state_dict()["scale"]) == scale
         assert_equal_training(engine, reference, resident)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from atomtrain.analysis.export.conditions import attributes_of, changes_in
 from atomtrain.analysis.layers.chain import Layer
+from atomtrain.analysis.layers.front import OwnCode
 from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.errors import AnalysisError
 
@@ -23,14 +24,15 @@ def keeping_nothing(layer: Layer, tensors: Mapping[str, Tensor]) -> Iterator[Non
     """Refuse a layer whose forward, run within, changes more than buffers in place.
 
     Args:
-        layer: Of any kind; one of traced operations cannot.
+        layer: Of any kind; one of traced operations cannot, and what runs before a language model
+            has its modules given back what they had.
         tensors: Its parameters and buffers, new, without data.
 
     Raises:
         AnalysisError: it changes a parameter, keeps something on a module, or puts another tensor
             in the place of a buffer that is saved.
     """
-    if isinstance(layer.module, GraphLayer):
+    if isinstance(layer.module, GraphLayer | OwnCode):
         yield
         return
     saved = {

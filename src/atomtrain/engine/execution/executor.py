@@ -154,6 +154,7 @@ class Executor:
     def _run(self, a_pass: Pass, micro_batches: Sequence[Values]) -> list[Tensor]:
         if self._programs is not None:
             self._programs.begin()
+        self.buffers.notice()
         self._losses, self._count = [], len(micro_batches)
         for index, micro_batch in enumerate(micro_batches):
             for name in self._chain.inputs:

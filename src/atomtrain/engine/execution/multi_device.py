@@ -201,7 +201,8 @@ class MultiDeviceExecutor:
         stop.clear()
         for member in self._members[1:]:
             refresh(member.chain, self._members[0].chain)
-        if changed := self.buffers.change:
+        changed = self.buffers.notice() or self.buffers.change
+        if changed:
             self._members[0].device.synchronize()
             self.buffers.to_host()
         results: list[list[Tensor]] = [[] for _ in shares]

@@ -7,9 +7,10 @@ in silence is refused here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from atomtrain.analysis.layers.chain import Chain
@@ -25,11 +26,12 @@ class _Kept(NamedTuple):
 class KeptParameters:
     """The parameters of a chain, as an engine took them over."""
 
-    def __init__(self, chain: Chain, *, move: bool) -> None:
+    def __init__(self, chain: Chain, model: nn.Module, *, move: bool) -> None:
         """Take down where they lie, and which are trained; call when the store has them.
 
         Where they lie on a disk updates `move` them, beside a step, so nobody can tell who did.
         """
+        self._parts = list(_parts_of(model))
         self._names, self._move = chain.names, move
         self._kept = [_Kept(p, p.requires_grad, p.data_ptr()) for p in chain.parameters]
 
@@ -38,7 +40,15 @@ class KeptParameters:
 
         Raises:
             ConfigError: a parameter is frozen, or is not any more; lies elsewhere; or has a hook.
+                Or a parameter, module or saved buffer was replaced.
         """
+        for kind, place, holder, name, was in self._parts:
+            if holder.get(name) is not was:
+                raise ConfigError(
+                    f"{kind} {place!r} was replaced after the model was swapped, which has no "
+                    "effect; put it back (write to tensors in place with copy_), or close the "
+                    "engine and swap the model again"
+                )
         for parameter, trained, address in self._kept:
             if parameter.requires_grad != trained:
                 raise ConfigError(
@@ -56,6 +66,53 @@ class KeptParameters:
 
     def _name(self, parameter: nn.Parameter) -> str:
         return self._names[id(parameter)]
+
+
+def _parts_of(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Any], str, Any]]:
+    """Yield kind, path, and place of what a model consists of."""
+    for path, module in model.named_modules():
+        unsaved = module._non_persistent_buffers_set
+        for kind, holder in (
+            ("parameter", module._parameters),
+            ("module", module._modules),
+            ("buffer", module._buffers),
+        ):
+            for name, was in holder.items():
+                # Some models put tables of their own there whenever they run.
+                if was is not None and not (kind == "buffer" and name in unsaved):
+                    yield kind, f"{path}.{name}" if path else name, holder, name, was
+
+
+def check_memory(model: nn.Module) -> None:
+    """Refuse trained parameters whose memory other tensors of the model share.
+
+    Each gets a place of its own when the model is swapped, so that an update of one would not reach
+    the others any more.
+
+    Raises:
+        ConfigError: names two.
+    """
+    named: list[tuple[int, int, bool, str]] = []
+    tensors = {id(tensor): (name, tensor) for name, tensor in model.named_buffers()}
+    tensors.update((id(tensor), (name, tensor)) for name, tensor in model.named_parameters())
+    for name, tensor in tensors.values():
+        if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = tensor.data_ptr()
+        named.append((begin, begin + extent * tensor.element_size(), tensor.requires_grad, name))
+    named.sort()
+    ends = {True: (0, ""), False: (0, "")}
+    for begin, end, trained, name in named:
+        for other in (True, False) if trained else (True,):
+            until, before = ends[other]
+            if begin < until:
+                raise ConfigError(
+                    f"{before!r} and {name!r} are two tensors in one memory, and what is trained "
+                    "gets a place of its own; make them one parameter "
+                    f"(module.weight = other.weight), or give one a copy with clone()"
+                )
+        ends[trained] = max(ends[trained], (end, name))
 
 
 def check_hooks(parameters: Iterable[nn.Parameter], names: Mapping[int, str]) -> None:

@@ -11,7 +11,7 @@ it sees the values of that time, and what it writes is discarded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -184,6 +184,7 @@ class DeviceBuffers:
         self.storages = frozenset(copy.untyped_storage()._cdata for copy in copies.values())
         """Keys of the storages of all of them."""
         self._before: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._versions = {id(host): _version(host) for host, _ in self._pairs()}
 
     @property
     def change(self) -> bool:
@@ -211,15 +212,42 @@ class DeviceBuffers:
         )
 
     def to_host(self) -> None:
-        """Copy the buffers back into the model; call when the device is synchronised."""
+        """Copy the buffers back into the model; call when the device is synchronised.
+
+        What the caller wrote to the model's in the meantime stays, and comes to the device.
+        """
+        self.notice()
         with torch.no_grad():
-            for layer, buffers in zip(self._chain.layers, self._buffers, strict=True):
-                for name, buffer in buffers.items():
-                    layer.buffers[name].copy_(buffer)
+            for host, here in self._pairs():
+                host.copy_(here)
+                self._versions[id(host)] = _version(host)
 
     def from_host(self) -> None:
         """Copy the model's buffers to the device again, after they were loaded."""
+        self._versions.clear()
+        self.notice()
+
+    def notice(self) -> bool:
+        """Copy those of the model's buffers that were written to; return whether any were."""
+        found = False
         with torch.no_grad():
-            for layer, buffers in zip(self._chain.layers, self._buffers, strict=True):
-                for name, buffer in buffers.items():
-                    buffer.copy_(layer.buffers[name])
+            for host, here in self._pairs():
+                if self._versions.get(id(host)) != (version := _version(host)):
+                    here.copy_(host)
+                    self._versions[id(host)], found = version, True
+        return found
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each buffer of the model with its copy on the device."""
+        seen: set[int] = set()
+        for layer, buffers in zip(self._chain.layers, self._buffers, strict=True):
+            for name, here in buffers.items():
+                host = layer.buffers[name]
+                if id(host) not in seen:
+                    seen.add(id(host))
+                    yield host, here
+
+
+def _version(tensor: Tensor) -> int:
+    """Return a number that grows whenever somebody writes to a tensor, if torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version

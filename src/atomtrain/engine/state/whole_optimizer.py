@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.engine.state.precision import Masters
+from atomtrain.engine.updates.optimizer import check_step_hooks
 from atomtrain.errors import ConfigError
 
 _ELEMENTWISE = (
@@ -66,7 +67,10 @@ class WholeOptimizer:
                     "the optimizer's state has gone with its engine; save it before the engine is "
                     "forgotten"
                 )
-            return {**state, "state": whole._saved()}
+            found = whole._saved()
+            for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+                saved.update({key: value for key, value in group.items() if key != "params"})
+            return {**state, "state": found}
 
         def loaded(_: torch.optim.Optimizer) -> None:
             if (whole := there()) is not None:
@@ -76,11 +80,12 @@ class WholeOptimizer:
         optimizer.register_load_state_dict_post_hook(loaded)
 
     def check(self) -> None:
-        """Refuse other parameters than those that workers have.
+        """Refuse other parameters than those that workers have, and hooks on the step.
 
         Raises:
-            ConfigError: there are some, or fewer.
+            ConfigError: there are some, or fewer; or hooks on its step.
         """
+        check_step_hooks(self._optimizer)
         if self._numbers() != self._members:
             raise ConfigError(
                 "the optimizer's groups have other parameters than when the model was swapped; "

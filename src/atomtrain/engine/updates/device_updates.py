@@ -30,7 +30,7 @@ from atomtrain.engine.state.precision import PRECISIONS, KeepsMasters
 from atomtrain.engine.state.residents import Copy, Residents
 from atomtrain.engine.state.store import view_of
 from atomtrain.engine.updates.grad_clipping import Decision
-from atomtrain.engine.updates.optimizer import KeepsScratch, tell_scaling
+from atomtrain.engine.updates.optimizer import KeepsScratch, set_hyperparameters, tell_scaling
 from atomtrain.engine.updates.updates import Updates
 from atomtrain.planning.plan.shape import Layers
 
@@ -72,6 +72,11 @@ class DeviceUpdates:
         count = sum(len(updates.members(block)) for block in blocks)
         self._norm_buffer = device.host_empty(_NORM_BYTES * count)
         updates.on_device = frozenset(blocks)
+
+    @property
+    def workers(self) -> list[torch.optim.Optimizer | None]:
+        """What updates the blocks here."""
+        return list(self._workers.values())
 
     def begin(self) -> None:
         """Make the device current before a pass over the segments."""
@@ -172,7 +177,7 @@ class DeviceUpdates:
             return
         rewrite = tell_scaling(worker, decision.factor, decision.coefficient)
         for group in worker.param_groups:
-            group.update(hyperparameters[group["_group"]])
+            set_hyperparameters(group, hyperparameters[group["_group"]])
         leaves = [(id(p), self._residents.leaves[id(p)]) for p in self._updates.members(block)]
         for key, leaf in leaves:
             leaf.grad = self._residents.gradient(block, key) if key in touched else None

@@ -7,7 +7,7 @@ their state can lie in different places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,6 +20,8 @@ from atomtrain.planning.plan.disk import StateBytes, States
 from atomtrain.planning.plan.updating import ParameterUpdate, UpdateModel, two_moments, work_of
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+_GIVEN = "_given"
+"""Key of a worker's group: what it was given last."""
 _TORCH_COPIES = 3
 """Temporaries of a parameter's size that the optimizers of `torch.optim` make at most, unless they
 are fused."""
@@ -81,7 +83,22 @@ def optimizer_of(chain: Chain, factory: OptimizerFactory) -> torch.optim.Optimiz
     optimizer = factory(trainable)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer=... must return a torch.optim.Optimizer, not {optimizer!r}")
+    check_step_hooks(optimizer)
     return optimizer
+
+
+def check_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse hooks on an optimizer's step, which would be called for each block.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ConfigError(
+            f"{type(optimizer).__name__} has hooks on its step, which swapped training takes once "
+            "for each block of parameters; remove them, and do after engine.step and "
+            "engine.synchronize what they do"
+        )
 
 
 @runtime_checkable
@@ -233,6 +250,50 @@ def worker_for(
     if not groups:
         return None
     return copied(optimizer, groups)
+
+
+def set_hyperparameters(group: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Give a worker's group what the whole optimizer has, but for what did not change there: that
+    may be the optimizer's own, such as a count of its steps."""
+    before = group.get(_GIVEN, {})
+    for key, value in given.items():
+        if key not in before or not _equal(before[key], value):
+            group[key] = value
+    group[_GIVEN] = given
+
+
+def gather_counts(
+    optimizer: torch.optim.Optimizer, workers: Iterable[torch.optim.Optimizer | None]
+) -> None:
+    """Write what workers have changed in their groups by themselves to the whole optimizer's.
+
+    Raises:
+        ConfigError: they differ, so they depend on more than a single block.
+    """
+    found: dict[tuple[int, str], Any] = {}
+    for worker in workers:
+        for group in worker.param_groups if worker is not None else ():
+            if _GIVEN not in group:  # it has taken no step
+                continue
+            given = group[_GIVEN]
+            for key in group.keys() - {"params", "_group", _GIVEN}:
+                if key in given and _equal(given[key], group[key]):
+                    continue
+                place = group["_group"], key
+                if not _equal(found.setdefault(place, group[key]), group[key]):
+                    raise ConfigError(
+                        f"{type(optimizer).__name__} has come to unlike values of {key!r} for "
+                        "parameters of one group, so it does not update each parameter "
+                        "independently of the others; use one that does"
+                    )
+    for (number, key), value in found.items():
+        optimizer.param_groups[number][key] = value
+
+
+def _equal(one: Any, two: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
+        return one.shape == two.shape and torch.equal(one, two)
+    return one is two or (type(one) is type(two) and bool(one == two))
 
 
 def copied(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

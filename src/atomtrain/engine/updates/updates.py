@@ -22,7 +22,7 @@ from atomtrain.engine.state.gradients import GradientTracker
 from atomtrain.engine.state.precision import LossScale
 from atomtrain.engine.state.store import HostStore
 from atomtrain.engine.updates.grad_clipping import Decision, GradClipping
-from atomtrain.engine.updates.optimizer import tell_scaling, worker_for
+from atomtrain.engine.updates.optimizer import set_hyperparameters, tell_scaling, worker_for
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.shape import Layers
 
@@ -217,6 +217,11 @@ class Updates:
         """Return the block that a parameter belongs to."""
         return self._block_of[id(parameter)]
 
+    @property
+    def workers(self) -> list[torch.optim.Optimizer | None]:
+        """What updates the blocks that are updated on the host."""
+        return [w for block, w in enumerate(self._workers) if block not in self.on_device]
+
     def worker_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer | None:
         """Return the optimizer that updates a parameter and holds its state, if one does."""
         return self._owners.get(id(parameter))
@@ -285,7 +290,7 @@ class Updates:
                 return
             rewrite = tell_scaling(worker, decision.factor, decision.coefficient)
             for group in worker.param_groups:
-                group.update(hyperparameters[group["_group"]])
+                set_hyperparameters(group, hyperparameters[group["_group"]])
             for parameter in members:
                 gradient = self._store.gradient(parameter) if id(parameter) in touched else None
                 if gradient is not None and rewrite is not None:
