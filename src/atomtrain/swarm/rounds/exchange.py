@@ -230,7 +230,7 @@ class Exchange:
         full = [index for index in theirs if self._spans[index].elements]
         audited = secrets.choice(full) if full else None
         for index in theirs:
-            mean = await self._receive_mean(channel, lane.member, index)
+            mean = await self._receive_mean(channel, index)
             if mean is not None and index != audited and not mean.doubt:
                 mean = replace(mean, pieces=())
             self._means[index] = mean
@@ -261,7 +261,7 @@ class Exchange:
             commitment = Commitment(Tree(leaves).root, square**0.5)
             await channel.send(self._auditor.seal(index, commitment))
 
-    async def _receive_mean(self, channel: Channel, owner: int, index: int) -> SliceMean | None:
+    async def _receive_mean(self, channel: Channel, index: int) -> SliceMean | None:
         header = await channel.receive(Mean, self._begin.exchange_s)
         if not header.contributors:
             return None
@@ -272,7 +272,7 @@ class Exchange:
             raise self._auditor.convict(channel, "its mean counts a member twice")
         if not self._auditor.bound(channel.remote, index, header):
             raise self._auditor.convict(channel, "it has not signed its mean")
-        if not self._auditor.as_sealed(owner, index, header):
+        if not self._auditor.as_sealed(index // self._each, index, header):
             raise self._auditor.convict(channel, "its mean is of other contributions than sealed")
         pieces, place = [], self._place(index)
         codec = mean_codec(self._setup.codec, self._begin, index, len(header.contributors))
@@ -287,14 +287,14 @@ class Exchange:
         if self._bases is not None and not await self._bases.known(index):
             return None
         held: SliceMean | None = await self._setup.offload(
-            self._decode_mean, codec, header, pieces, owner, index
+            self._decode_mean, codec, header, pieces, index
         )
         if held is None:
             self._wrong_means[channel.remote] = "its mean is not what it announced, or too large"
         return held
 
     def _decode_mean(
-        self, codec: Codec, header: Mean, pieces: list[memoryview], owner: int, index: int
+        self, codec: Codec, header: Mean, pieces: list[memoryview], index: int
     ) -> SliceMean | None:
         base_digest = "" if self._bases is None else self._bases.digests[index]
         counted, told = header.contributors, header.commitments
@@ -309,7 +309,7 @@ class Exchange:
         square = square_of(values)
         if square is None or self._mean_too_large(square, index):
             return None
-        doubt = self._auditor.claim(owner, index, header, values).impossible()
+        doubt = self._auditor.claim(index // self._each, index, header, values).impossible()
         return SliceMean(values, counted, header.digest, square, header, tuple(pieces), doubt)
 
     def _mean_too_large(self, square: float, index: int) -> bool:

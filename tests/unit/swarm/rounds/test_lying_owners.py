@@ -88,10 +88,10 @@ def test_who_returns_another_mean_is_left_out_from_its_first_round_on(
         assert all(set(report.contributors) == {*HONEST} for report in last)
 
 
-def larger(commitments: tuple[str, ...]) -> tuple[str, ...]:
-    """Return commitments to contributions that are five times as large."""
+def larger(commitments: tuple[str, ...], times: float = 5) -> tuple[str, ...]:
+    """Return commitments to contributions that are so many times as large."""
     read = [Commitment.read(text) for text in commitments]
-    return tuple(Commitment(one.root, 5 * one.norm).text for one in read if one is not None)
+    return tuple(Commitment(one.root, times * one.norm).text for one in read if one is not None)
 
 
 def test_a_mean_that_is_too_long_is_found_in_any_slice_and_proved(
@@ -131,7 +131,7 @@ def test_who_tells_false_norms_of_others_is_found_by_them(
 
     def false(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
         if owner_of(self) == LIAR:
-            told = larger(self._commitments)
+            told = larger(self._commitments, 2)
             names = [self._begin.members[member] for member in contributors]
             self._commitments = tuple(
                 new if whose in (name, "all") and name != LIAR else old
