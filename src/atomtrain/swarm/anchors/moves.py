@@ -8,6 +8,7 @@ what all rounds together cannot have moved is refused without a trial.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 
 import torch
@@ -64,8 +65,12 @@ class Moves:
 
 
 def _size(values: torch.Tensor) -> float:
-    return float(values.norm()) / max(1, values.numel()) ** 0.5
+    return _mean(float(values.norm()), values.numel())
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float(torch.dist(one, other)) / max(1, one.numel()) ** 0.5
+    return _mean(float(torch.dist(one, other)), one.numel())
+
+
+def _mean(norm: float, elements: int) -> float:
+    return norm / math.sqrt(max(1, elements))

@@ -225,12 +225,12 @@ class Trial:
             self._look_back(access)
         far = [self._moves.objection(m.fragment, self._own(m), m.anchor) for m in merges]
         if any(far):
-            near = [m for m, why in zip(merges, far, strict=True) if not why]
-            said = iter(self.take_fetched(near, access, coming=coming) if near else ())
-            for merge, why in zip(merges, far, strict=True):
-                if why:
-                    self._refuse(merge, why)
-            return [why or next(said) for why in far]
+            near = [m for m, reason in zip(merges, far, strict=True) if not reason]
+            tried = iter(self.take_fetched(near, access, coming=coming) if near else ())
+            for merge, reason in zip(merges, far, strict=True):
+                if reason:
+                    self._refuse(merge, reason)
+            return [reason or next(tried) for reason in far]
         before = self._sound_loss(access)
         odd = frozenset(m.fragment for m in merges if self._odd(m))
         why = self._attempt(merges, access, before, odd)
