@@ -49,6 +49,9 @@ from tests.support.swarm_vectors import say
 PLAUSIBLE = ("a little better", "the lower hash")
 """Claims that nobody can tell from the truth by their numbers; the values are random ones."""
 LIES = tuple(what for what in CLAIMS if what not in PLAUSIBLE)
+NEARLY = 0.19
+"""By which numbers are off that raise the loss of the vectors of these tests by 0.036, which is
+less than the usual margin."""
 MISDEEDS = ("corrupt", "replay", "flood", "slow")
 FLOOD = 2000
 """Copies that a flood sends of one message or piece of data."""

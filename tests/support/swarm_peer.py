@@ -35,6 +35,7 @@ from atomtrain.swarm import Swarm
 from atomtrain.swarm.rounds.owning import OwnedSlice
 from tests.support.swarm_misdeeds import (
     MISDEEDS,
+    NEARLY,
     Misdeed,
     conspire,
     drip,
@@ -144,12 +145,19 @@ def misbehave(kind: str) -> None:
     def false_mean(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
         return own(self, contributors, mean * factor)
 
+    def false_number(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
+        false = mean.clone()
+        false[-1] += factor * mean.norm()
+        return own(self, contributors, false)
+
     if kind == "corrupt":
         Contributions.encode = corrupt  # type: ignore[method-assign]
     elif kind == "replay":
         Contributions.encode = replay  # type: ignore[method-assign]
     elif kind == "false mean":
         OwnedSlice._encode = false_mean  # type: ignore[method-assign]
+    elif kind == "false number":
+        OwnedSlice._encode = false_number  # type: ignore[method-assign]
     elif kind == "full disk":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -159,7 +167,7 @@ def see_nothing() -> None:
     """Have this process find no fault with any mean that it audits."""
     from atomtrain.swarm.rounds.audits import Claim
 
-    for check in ("unproved", "wrong"):
+    for check in ("unproved", "impossible", "wrong"):
         assert hasattr(Claim, check), "renamed: this would blind nobody"
         setattr(Claim, check, lambda *_: "")
 
@@ -281,6 +289,8 @@ def begin(fault: str, swarm: Swarm, misdeed: Misdeed | None, file: Path) -> None
         contribute(store, CONTRIBUTIONS[fault.removeprefix("contribute ")])
     elif fault.startswith("withhold"):
         withhold(swarm, signed=fault == "withhold, signed")
+    elif fault.startswith("lie nearly "):
+        claim(store, fault.removeprefix("lie nearly "), near=NEARLY)
     elif fault.startswith("lie "):
         claim(store, fault.removeprefix("lie "))
     else:

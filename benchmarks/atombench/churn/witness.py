@@ -56,7 +56,7 @@ def slices_of(decided: Decided) -> list[Slice]:
     spans = slice_spans(decided.result.values.numel(), len(means))
     return [
         Slice(*spans[j], tuple(members[i] for i in mean.contributors),
-              None if mean.header is None else mean.shares)
+              None if mean.header is None else mean.header.shares)
         for j in decided.commit.slices if (mean := means[j]) is not None
     ]  # fmt: skip
 

@@ -28,10 +28,7 @@ from atomtrain.swarm.rounds.commitments import (
     sealed_text,
 )
 from atomtrain.swarm.transport.identity import Identity, verify
-from atomtrain.swarm.transport.messages import Begin, Evidence, Seal, encode
-
-_MEAN_SIGNED_BYTES = 160
-"""Signature of a mean and hash of its seals, in hexadecimal digits."""
+from atomtrain.swarm.transport.messages import Begin, Evidence, Mean, Seal, encode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,24 +61,33 @@ class _Owned:
     def evidence(self, chunk: int) -> Evidence:
         """Return what is shown of a chunk beside its numbers."""
         return Evidence(
-            commitments=tuple(one.commitment.text for one in self.values),
             signatures=tuple(self.signatures),
             paths=tuple(one.tree.path(chunk) for one in self.values),
         )
 
+    @property
+    def told(self) -> Mean:
+        """What goes with the mean; a real signature is as long."""
+        return Mean(
+            contributors=tuple(range(len(self.values))), digest="00" * 16, shares=(),
+            commitments=tuple(one.commitment.text for one in self.values), signature="00" * 64,
+        )  # fmt: skip
+
+    def claim(self) -> Claim:
+        """Return the mean as a receiver judges it."""
+        return Claim(
+            begin=self.begin, owner=0, slice_index=0,
+            owner_commitment=self.values[0].commitment.text, mean=self.told,
+            values=self.mean, codec=self.codec, guard=self.guard,
+        )  # fmt: skip
+
     def audit(self, chunk: int) -> str:
         """Return what a receiver of the mean finds."""
         start, stop = chunk_spans(self.mean.numel())[chunk]
-        claim = Claim(
-            begin=self.begin, owner=0, slice_index=0,
-            owner_commitment=self.values[0].commitment.text,
-            values=self.mean, contributors=tuple(range(len(self.values))), shares=(),
-            codec=self.codec, guard=self.guard,
-        )  # fmt: skip
-        evidence = self.evidence(chunk)
+        claim = self.claim()
         chunks = [one.values[start:stop].clone() for one in self.values]
-        unproved = claim.unproved(chunk, evidence, chunks, verify)
-        return unproved or claim.wrong(chunk, evidence, chunks)
+        unproved = claim.unproved(chunk, self.evidence(chunk), chunks, verify)
+        return unproved or claim.wrong(chunk, chunks)
 
 
 def _owned(setup: CostsSetup, members: int, lie: Callable[[Tensor], Tensor]) -> _Owned:
@@ -153,6 +159,8 @@ def defence_costs(setup: CostsSetup, members: int) -> Result:
     sign_s = _time_s(lambda: key.sign(b"x" * 80))
     check_s = _time_s(lambda: verify(key.peer_id, b"x" * 80, key.sign(b"x" * 80))) - sign_s
     audit_s = _time_s(lambda: owned.audit(0))
+    told = owned.claim()
+    length_s = _time_s(told.impossible)
     products_s = _time_s(lambda: float(torch.dot(first, second)))
     codec = codec_named(setup.wire)
     pieces, out = encode_span(codec, first), torch.empty_like(first)
@@ -162,7 +170,7 @@ def defence_costs(setup: CostsSetup, members: int) -> Result:
     audits = others * min(each, 2 * streams_per_neighbour(members, each))
     cpu_s = (
         sealed * seal_s + others * each * (sign_s + decode_s) + checked * (seal_s + check_s)
-        + each * sign_s + others * each * check_s  # means are signed
+        + each * sign_s + others * each * (check_s + length_s)  # means are signed, and not too long
         + audits * audit_s + each * members * (members + 1) / 2 * products_s
     )  # fmt: skip
     span = Span(0, setup.fragment_elements)
@@ -171,7 +179,7 @@ def defence_costs(setup: CostsSetup, members: int) -> Result:
     start, stop = chunk_spans(elements)[0]
     shown = members * 4 * (stop - start) + len(encode(owned.evidence(0)))
     seal = Seal(commitment=owned.values[0].commitment.text, signature=owned.signatures[0])
-    extra = audits * shown + others * each * (len(encode(seal)) + _MEAN_SIGNED_BYTES)
+    extra = audits * shown + others * each * (len(encode(seal)) + len(encode(owned.told)))
     progress(
         f"{members} members: {cpu_s:.2f} s of processor time, {extra / moved:.2%} of the bytes"
     )

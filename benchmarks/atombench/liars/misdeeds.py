@@ -108,19 +108,22 @@ def contribute(store: AnchorStore, what: Contributing, knows: Knows | None = Non
     store.merge = keep_learnt  # type: ignore[assignment,method-assign]
 
 
-def claim(store: AnchorStore, what: str) -> None:
-    """Have a peer tell all others of anchors that nobody has made, and give them to who asks."""
+def claim(store: AnchorStore, what: str, near: float = 0.0) -> None:
+    """Have a peer tell all others of anchors that nobody has made, and give them to who asks.
+
+    With `near` the values are those that it has, each up or down by so much.
+    """
     versions, tokens = CLAIMS[what]
     true, told = store.anchor, dict[str, Anchor]()
 
     def anchor(fragment: int) -> Anchor:
         real = true(fragment)
         if real.stamp.digest not in told:
-            values = real.values if what == "largest" else torch.randn(real.values.shape)
+            values = real.values if what == "largest" else _false(real, near)
             if what == "NaN":
                 values[0] = float("nan")
             if what == "the lower hash":
-                values = _ground(real)
+                values = _ground(real, near)
             stamp = Stamp(
                 real.stamp.version + versions,
                 min(real.stamp.tokens + tokens, _LARGEST),
@@ -135,13 +138,18 @@ def claim(store: AnchorStore, what: str) -> None:
     )
 
 
-def _ground(real: Anchor) -> Tensor:
-    """Return random values with a lower hash than an anchor's, if so many tries find some.
+def _false(real: Anchor, near: float) -> Tensor:
+    drawn = torch.randn(real.values.shape)
+    return real.values + near * drawn.sign() if near else drawn
+
+
+def _ground(real: Anchor, near: float) -> Tensor:
+    """Return false values with a lower hash than an anchor's, if so many tries find some.
 
     Two liars that outdo each other would try for ever; then the true values are told.
     """
     for _ in range(_HASHES_TRIED):
-        values = torch.randn(real.values.shape)
+        values = _false(real, near)
         if digest_of(values, real.velocity) < real.stamp.digest:
             return values
     return real.values

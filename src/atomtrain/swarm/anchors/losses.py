@@ -15,6 +15,9 @@ MARGIN_SHARE = 0.2
 seen to raise it by 9% (rate 0.7, momentum 0.9, 100 steps) and 5% (0.5, 0.5, 20 steps)."""
 MARGIN_NATS = 0.05
 """At least this much, where the loss is so small that chance moves it by more than that share."""
+CLOSE_SHARE, CLOSE_NATS = 0.05, 0.02
+"""The same for an anchor of others for which no round speaks: one that is further away than rounds
+go, or has nothing but a hash before this peer's own. Halves that learnt as long differ by less."""
 DRIFT_SHARE = 0.4
 """Share by which merges may raise the loss above the lowest one seen lately, step by step: two
 margins, so that a run that stumbles by itself is not kept from averaging."""
@@ -41,11 +44,15 @@ class Losses:
         if math.isfinite(loss):
             self._seen.append(loss)
 
-    def objection(self, after: float, before: float) -> str:
-        """Return why a merge that changes the loss like this is not taken, or an empty string."""
+    def objection(self, after: float, before: float, *, close: bool = False) -> str:
+        """Return why a merge that changes the loss like this is not taken, or an empty string.
+
+        With `close` it may hardly rise.
+        """
+        share, nats = (CLOSE_SHARE, CLOSE_NATS) if close else (MARGIN_SHARE, MARGIN_NATS)
         if not math.isfinite(after):
             return f"this peer's loss on its own text would be {after} instead of {before:.3f}"
-        if after > before + max(MARGIN_NATS, MARGIN_SHARE * abs(before)):
+        if after > before + max(nats, share * abs(before)):
             return (
                 f"this peer's loss on its own text would rise from {before:.3f} to {after:.3f} "
                 "nats per token"

@@ -39,14 +39,23 @@ class Stamp:
         """Say whether peers that hold `other` have to fetch this one.
 
         More tokens win: of two halves of a swarm that were cut apart, the one that has learnt from
-        more. Then the higher version; then the lower hash. A round's anchor beats the one that it
-        was made of, since somebody has trained for it.
+        more. Then the higher version; then the lower hash, which only says who tries the other's:
+        see `ties`. A round's anchor beats the one that it was made of, since somebody has trained
+        for it.
         """
         return (self.tokens, self.version, other.digest) > (
             other.tokens,
             other.version,
             self.digest,
         )
+
+    def ties(self, other: Stamp) -> bool:
+        """Say whether nothing but their hashes, which anybody can choose, tells two anchors apart.
+
+        So their hashes decide nothing that matters: who fetches one takes it only if the loss
+        hardly rises, and a round is on the one that most of its members have.
+        """
+        return (self.version, self.tokens) == (other.version, other.tokens) and self != other
 
     def next(self, tokens: int, digest: str = "") -> Stamp:
         """Return the stamp of what a round makes of this anchor with so many tokens."""

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -31,6 +31,7 @@ from atomtrain.swarm.anchors.anchor_store import (
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, whole
 from atomtrain.swarm.anchors.buffer_pool import pooled_copy
 from atomtrain.swarm.anchors.losses import Cost, Judge, Losses
+from atomtrain.swarm.anchors.moves import Moves
 from atomtrain.swarm.anchors.stamps import Stamp
 
 _log = logging.getLogger("atomtrain.swarm")
@@ -78,6 +79,7 @@ class Trial:
         self._judge, self._store, self._lock, self._clock = judge, store, lock, clock
         self._cost = Cost(clock)
         self._losses = Losses()
+        self._moves = Moves()
         self._last = math.nan
         """The loss when merges were last judged; not a number before that."""
         self._good: dict[int, Anchor] = {}
@@ -122,15 +124,17 @@ class Trial:
         Peers count rounds alike, and every number of rounds divides the larger ones: so peers that
         judge seldom do it at the same rounds as the others, and come back to the same anchors.
         """
-        alone = not merge.anchor.origin.round_id
+        alone, old = not merge.anchor.origin.round_id, self._store.anchor(merge.fragment)
         if not alone:
             self._cost.on_round()
         every = self._cost.every
         if alone or every > 1:
             if not alone:
-                self._good.setdefault(merge.fragment, self._store.anchor(merge.fragment))
+                self._good.setdefault(merge.fragment, old)
             with self._lock:
                 self._store.merge_into(access, merge)
+            if alone:
+                self._moves.note(merge.fragment, old, merge.anchor)
             due = self._good and round_index % every == 0
             return self._look_back(access) if due else ""
         if self._good and (why := self._look_back(access)):
@@ -142,6 +146,7 @@ class Trial:
             self._refuse(merge, why)
         else:
             del self._refused[merge.fragment]
+            self._moves.note(merge.fragment, old, merge.anchor)
         return why
 
     def _count(self, fragment: int) -> None:
@@ -167,8 +172,9 @@ class Trial:
         now = self._sound_loss(access)
         why = self._losses.objection(now, self._last)
         if not why:
-            for fragment in good:
+            for fragment, anchor in good.items():
                 del self._refused[fragment]
+                self._moves.note(fragment, anchor, self._store.anchor(fragment))
             self._keep(now)
             return ""
         restart = not math.isfinite(now)
@@ -212,11 +218,22 @@ class Trial:
         An anchor may contain what this peer has learnt alone already, or suit it badly. So one that
         does harm together with that is tried by itself before it is refused: this peer starts again
         from it, and gives up its own progress.
+
+        What rounds cannot have moved so far is not tried at all.
         """
         if self._good:
             self._look_back(access)
+        far = [self._moves.objection(m.fragment, self._own(m), m.anchor) for m in merges]
+        if any(far):
+            near = [m for m, reason in zip(merges, far, strict=True) if not reason]
+            tried = iter(self.take_fetched(near, access, coming=coming) if near else ())
+            for merge, reason in zip(merges, far, strict=True):
+                if reason:
+                    self._refuse(merge, reason)
+            return [reason or next(tried) for reason in far]
         before = self._sound_loss(access)
-        why = self._attempt(merges, access, before)
+        odd = frozenset(m.fragment for m in merges if self._odd(m))
+        why = self._attempt(merges, access, before, odd)
         last = self._is_last(coming=coming)
         if why and not last:
             self._held_since_s = self._held_since_s if self._held else self._clock()
@@ -225,15 +242,28 @@ class Trial:
         self._held = 0
         found: list[str | None] = [why] * len(merges)
         if why and len(merges) > 1:  # some of them may be good
-            found = [self._attempt([m], access, self._last) for m in merges]
-        self._start_again(merges, found, access)
+            found = [self._attempt([m], access, self._last, odd) for m in merges]
+        self._start_again(merges, found, access, odd)
         for merge, said in zip(merges, found, strict=True):
             if said:
                 self._refuse(merge, said)
         return found
 
+    def _own(self, merge: Merge) -> Anchor:
+        return self._store.anchor(merge.fragment)
+
+    def _odd(self, merge: Merge) -> bool:
+        """Say whether no round speaks for an anchor: a hash does, or it is far away."""
+        own = self._own(merge)
+        tied = merge.anchor.stamp.ties(own.stamp)
+        return tied or not self._moves.explain(merge.fragment, own, merge.anchor)
+
     def _start_again(
-        self, merges: Sequence[Merge], found: list[str | None], access: FragmentAccess
+        self,
+        merges: Sequence[Merge],
+        found: list[str | None],
+        access: FragmentAccess,
+        odd: Collection[int],
     ) -> None:
         """Try refused anchors without this peer's own progress; forget why of those it takes.
 
@@ -247,7 +277,7 @@ class Trial:
         tries = [places, *([place] for place in places if len(places) > 1)] if places else []
         for chosen in tries:
             restarts = [_restart(merges[place]) for place in chosen]
-            if self._attempt(restarts, access, self._last):
+            if self._attempt(restarts, access, self._last, odd):
                 continue
             fragments = [merge.fragment for merge in restarts]
             _log.warning("fragments %s: this peer starts again from the fetched anchors, which do "
@@ -259,11 +289,18 @@ class Trial:
 
     # Merges that can be undone --------------------------------------------------------------
 
-    def _attempt(self, merges: Sequence[Merge], access: FragmentAccess, before: float) -> str:
-        """Merge all or nothing; return why nothing."""
+    def _attempt(
+        self,
+        merges: Sequence[Merge],
+        access: FragmentAccess,
+        before: float,
+        odd: Collection[int] = (),
+    ) -> str:
+        """Merge all or nothing; return why nothing. Of `odd` fragments the loss may hardly rise."""
         moved = self._move(merges, access)
         after = self._judged(moved, access)
-        why = self._losses.objection(after, before)
+        close = any(merge.fragment in odd for merge in merges)
+        why = self._losses.objection(after, before, close=close)
         self._settle(moved, access, keep=not why)
         self._keep(before if why else after)
         return why

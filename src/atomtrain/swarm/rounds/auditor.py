@@ -23,7 +23,6 @@ from atomtrain.swarm.rounds.commitments import (
     group_digest,
     mean_text,
     sealed_text,
-    seals_digest,
 )
 from atomtrain.swarm.rounds.exchange_setup import ExchangeSetup
 from atomtrain.swarm.rounds.lanes import Lane, Lanes
@@ -59,6 +58,8 @@ class Auditor:
         self._own, self._bases = own, bases
         self._group = group_digest(begin)
         self._theirs: dict[int, str] = {}
+        self._sealed: dict[int, str] = {}
+        """By slice of another member: what this one is committed to."""
         self._heard = {lane: asyncio.Event() for lane in lanes.all}
         self._to_come = Counter(lane.member for lane in lanes.all)
         self.lied: dict[str, str] = {}
@@ -83,6 +84,7 @@ class Auditor:
 
     def seal(self, index: int, commitment: Commitment) -> Seal:
         """Return what goes with this member's contribution to another one's slice."""
+        self._sealed[index] = commitment.text
         text = sealed_text(self._group, index, commitment.text)
         return Seal(commitment=commitment.text, signature=self._setup.sign(text).hex())
 
@@ -90,6 +92,29 @@ class Auditor:
         """Say whether the owner of a slice has signed its mean."""
         text = mean_text(self._group, index, mean)
         return self._setup.verify(peer_id, text, signature_bytes(mean.signature))
+
+    def as_sealed(self, owner: int, index: int, mean: Mean) -> bool:
+        """Say whether a mean has the owner's and this member's contributions as they are sealed.
+
+        Each member looks at its own, and all that hold the same mean were told of the same ones: so
+        an owner can tell false ones of nobody who looks.
+        """
+        known = {owner: self._theirs[index], self._me: self._sealed.get(index, "")}
+        told = zip(mean.contributors, mean.commitments, strict=False)
+        return all(known.get(member, text) == text for member, text in told)
+
+    def claim(self, owner: int, index: int, mean: Mean, values: torch.Tensor) -> Claim:
+        """Return another member's mean of a slice as it is to be judged."""
+        return Claim(
+            begin=self._begin,
+            owner=owner,
+            slice_index=index,
+            owner_commitment=self._theirs[index],
+            mean=mean,
+            values=values,
+            codec=mean_codec(self._setup.codec, self._begin, index, len(mean.contributors)),
+            guard=self._setup.guard,
+        )
 
     def hear(self, lane: Lane, header: Contribution) -> None:
         """Keep what the other member of a lane is committed to; only the first word counts.
@@ -122,7 +147,8 @@ class Auditor:
         theirs = self._lanes.slices_of(lane.member, lane)
         found = [(j, mean) for j in theirs if (mean := means[j]) is not None]
         bound = [(j, mean) for j, mean in found if mean.pieces]
-        held = [(j, mean.values.numel()) for j, mean in bound or found]
+        doubted = [(j, mean) for j, mean in bound if mean.doubt]
+        held = [(j, mean.values.numel()) for j, mean in doubted or bound or found]
         drawn = challenge(held)
         wanted = [] if drawn is None else [drawn]
         slices, chunks = (tuple(one[i] for one in wanted) for i in (0, 1))
@@ -159,32 +185,16 @@ class Auditor:
         index, chunk = drawn
         mean = means[index]
         assert mean is not None, "only means that are there are audited"
+        assert mean.header is not None, "another member has sent it"
         evidence = await channel.receive(Evidence, self._begin.exchange_s)
         span = chunk_spans(mean.values.numel())[chunk]
         chunks = [torch.empty(span.elements) for _ in mean.contributors]
         for each in chunks:
             await channel.receive_into(byte_view(each))
-        claim = Claim(
-            begin=self._begin,
-            owner=lane.member,
-            slice_index=index,
-            owner_commitment=self._theirs[index],
-            values=mean.values,
-            contributors=mean.contributors,
-            shares=mean.shares,
-            codec=mean_codec(self._setup.codec, self._begin, index, len(mean.contributors)),
-            guard=self._setup.guard,
-        )
-        assert mean.header is not None, "another member has sent it"
-        if seals_digest(evidence.commitments) != mean.header.seals:
-            raise self.convict(channel, "what it shows is not what it signed")
+        claim = self.claim(lane.member, index, mean.header, mean.values)
         offload = self._setup.offload
         flaw = await offload(claim.unproved, chunk, evidence, chunks, self._setup.verify)
-        if (
-            not flaw
-            and (flaw := await offload(claim.wrong, chunk, evidence, chunks))
-            and (mean.pieces)
-        ):
+        if not flaw and (flaw := await offload(claim.wrong, chunk, chunks)) and mean.pieces:
             proof = Proof(
                 begin=self._begin, fragment=self._setup.snapshot.fragment, slice_index=index,
                 base_digest="" if self._bases is None else self._bases.digests[index],

@@ -6,7 +6,9 @@ only what its contributors have signed, or, for its own contribution, what it wa
 before it heard of any other's.
 
 A mean that is wrong everywhere is found by everybody at once. One that is wrong in a part of its
-chunks is found by each receiver with that probability, in each round.
+chunks is found by each receiver with that probability, in each round. Beside that, what an owner
+tells of a mean must fit together, which costs next to nothing and is checked of each one: it is no
+longer than what it is the mean of.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from atomtrain.swarm.rounds.commitments import (
     leads_to,
     sealed_text,
 )
-from atomtrain.swarm.transport.messages import Begin, Evidence
+from atomtrain.swarm.transport.messages import Begin, Evidence, Mean
 
 _ROUNDING = 2e-6
 """Of the sum of what is added up: machines may fuse a product with a sum."""
@@ -69,10 +71,10 @@ class Claim:
     slice_index: int
     owner_commitment: str
     """To the owner's own contribution; it has come before any other's went to the owner."""
+    mean: Mean
+    """What the owner has signed of it."""
     values: torch.Tensor
     """1-D float32, the decoded mean of the slice."""
-    contributors: tuple[int, ...]
-    shares: tuple[float, ...]
     codec: Codec
     """That of the mean."""
     guard: Guard
@@ -81,30 +83,54 @@ class Claim:
         self, chunk: int, evidence: Evidence, chunks: Sequence[torch.Tensor], verify: Verify
     ) -> str:
         """Return what is not as the contributors signed it, or ""; blames who shows it."""
-        counts = {len(evidence.commitments), len(evidence.signatures), len(evidence.paths)}
-        if counts != {len(self.contributors)}:
+        counted, told = self.mean.contributors, self.mean.commitments
+        if {len(told), len(evidence.signatures), len(evidence.paths)} != {len(counted)}:
             return "it shows other contributions than its mean has"
-        for place, member in enumerate(self.contributors):
+        for place, member in enumerate(counted):
             if not self._proved(place, member, chunk, evidence, chunks[place], verify):
                 return f"what it shows is not what {self.begin.members[member][-8:]} contributed"
         return ""
 
-    def wrong(self, chunk: int, evidence: Evidence, chunks: Sequence[torch.Tensor]) -> str:
-        """Return what is wrong with a mean of contributions that are proved, or ""."""
-        norms = {
-            member: found.norm
-            for member, text in zip(self.contributors, evidence.commitments, strict=True)
-            if (found := Commitment.read(text)) is not None
-        }
+    def impossible(self) -> str:
+        """Return what is wrong with a mean by what its owner tells of it alone, or "".
+
+        It tells the norms of the contributions: of a sum of them, each times its share, the norm
+        cannot be more than that of the norms.
+        """
+        counted, found = self.mean.contributors, [*map(Commitment.read, self.mean.commitments)]
+        norms = {m: one.norm for m, one in zip(counted, found, strict=False) if one is not None}
+        if not len(norms) == len(counted) == len(found):
+            return "it tells no commitments of its contributions"
         if self.guard.too_large(norms, self.values.numel(), self.begin.weights):
             return "it counts a contribution that is far larger than others"
-        weights = [self.begin.weights[member] for member in self.contributors]
-        if not self.guard.admits(self.shares, weights):
+        if not self.guard.admits(self.mean.shares, self._weights):
             return "it counts some contributions too much, or too little"
-        expected = combined([each.clone() for each in chunks], self.shares or plain_shares(weights))
+        longest = sum(s * norms[m] for m, s in zip(counted, self._shares, strict=True))
+        longest *= 1.0 + 2 * NORM_ROUNDING
+        # What rounding adds is looked at only where it matters.
+        if not within(self.values, longest) and not within(
+            self.values, longest + float(self.codec.error(self.values).norm())
+        ):
+            return "its mean is longer than what it is the mean of"
+        return ""
+
+    def wrong(self, chunk: int, chunks: Sequence[torch.Tensor]) -> str:
+        """Return what is wrong with a mean of contributions that are proved, or ""."""
+        if flaw := self.impossible():
+            return flaw
+        expected = combined([each.clone() for each in chunks], self._shares)
         if self._wrong(chunk, expected, chunks):
             return "its mean is not that of the contributions"
         return ""
+
+    @property
+    def _weights(self) -> list[int]:
+        return [self.begin.weights[member] for member in self.mean.contributors]
+
+    @property
+    def _shares(self) -> tuple[float, ...]:
+        """What each contribution counts."""
+        return self.mean.shares or plain_shares(self._weights)
 
     def _proved(
         self,
@@ -116,7 +142,7 @@ class Claim:
         verify: Verify,
     ) -> bool:
         """Say whether the chunk that is shown of a contributor is part of what it is bound to."""
-        told = evidence.commitments[place]
+        told = self.mean.commitments[place]
         if member == self.owner:
             signed = told == self.owner_commitment
         else:
@@ -134,9 +160,8 @@ class Claim:
         self, chunk: int, expected: torch.Tensor, contributions: Sequence[torch.Tensor]
     ) -> bool:
         start, stop = chunk_spans(self.values.numel())[chunk]
-        shares = self.shares or plain_shares([self.begin.weights[m] for m in self.contributors])
         added = torch.zeros_like(expected)
-        for each, share in zip(contributions, shares, strict=True):
+        for each, share in zip(contributions, self._shares, strict=True):
             added.add_(each.abs(), alpha=share)
         error = self.codec.error(self.values)[start:stop]
         off = self.values[start:stop] - expected

@@ -136,14 +136,9 @@ def sealed_text(group: str, slice_index: int, commitment: str) -> bytes:
     return f"atom contribution\n{group}\n{slice_index}\n{commitment}".encode()
 
 
-def seals_digest(commitments: Iterable[str]) -> str:
-    """Return the hash of what the contributors to a mean have committed to, in their order."""
-    return _leaf(memoryview("\n".join(commitments).encode())).hex()
-
-
 def mean_text(group: str, slice_index: int, mean: Mean) -> bytes:
     """Return what an owner signs of a mean."""
-    what = f"{mean.contributors}\n{mean.digest}\n{mean.shares}\n{mean.seals}"
+    what = f"{mean.contributors}\n{mean.digest}\n{mean.shares}\n{mean.commitments}"
     return f"atom mean\n{group}\n{slice_index}\n{what}".encode()
 
 

@@ -231,7 +231,7 @@ class Exchange:
         audited = secrets.choice(full) if full else None
         for index in theirs:
             mean = await self._receive_mean(channel, index)
-            if mean is not None and index != audited:
+            if mean is not None and index != audited and not mean.doubt:
                 mean = replace(mean, pieces=())
             self._means[index] = mean
 
@@ -272,6 +272,8 @@ class Exchange:
             raise self._auditor.convict(channel, "its mean counts a member twice")
         if not self._auditor.bound(channel.remote, index, header):
             raise self._auditor.convict(channel, "it has not signed its mean")
+        if not self._auditor.as_sealed(index // self._each, index, header):
+            raise self._auditor.convict(channel, "its mean is of other contributions than sealed")
         pieces, place = [], self._place(index)
         codec = mean_codec(self._setup.codec, self._begin, index, len(header.contributors))
         for start, stop in piece_spans(Span(0, place.numel())):
@@ -295,7 +297,8 @@ class Exchange:
         self, codec: Codec, header: Mean, pieces: list[memoryview], index: int
     ) -> SliceMean | None:
         base_digest = "" if self._bases is None else self._bases.digests[index]
-        if mean_digest(header.contributors, pieces, base_digest) != header.digest:
+        counted, told = header.contributors, header.commitments
+        if mean_digest(counted, told, pieces, base_digest) != header.digest:
             return None
         values = self._place(index)
         try:
@@ -306,7 +309,8 @@ class Exchange:
         square = square_of(values)
         if square is None or self._mean_too_large(square, index):
             return None
-        return SliceMean(values, header.contributors, header.digest, square, header, tuple(pieces))
+        doubt = self._auditor.claim(index // self._each, index, header, values).impossible()
+        return SliceMean(values, counted, header.digest, square, header, tuple(pieces), doubt)
 
     def _mean_too_large(self, square: float, index: int) -> bool:
         weights, elements = self._begin.weights, self._spans[index].elements

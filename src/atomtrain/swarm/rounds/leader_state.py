@@ -215,6 +215,7 @@ class LeaderRound:
 
         Those count of which the leader knows that there are such anchors, or on which more than
         half are ready; if there are none, all. Nobody raises version or tokens beyond what counts.
+        Of several with the same of both it is the one on which most are.
         """
         slack = self.call.slack
         stamps = {member: _stamp(ready) for member, ready in self._ready.items()}
@@ -226,6 +227,9 @@ class LeaderRound:
         ] or [*stamps.values()]
         best = best_of(counting)
         assert best is not None, "somebody is ready"
+        tied = [stamp for stamp in counting if stamp == best or stamp.ties(best)]
+        most_held = max(held[stamp] for stamp in tied)
+        best = best_of(stamp for stamp in tied if held[stamp] == most_held) or best
         beside = [stamp for stamp in counting if siblings(stamp, best, slack)]
         top, most = max(s.version for s in beside), max(s.tokens for s in beside)
         near = {

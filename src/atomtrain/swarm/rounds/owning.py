@@ -39,7 +39,6 @@ from atomtrain.swarm.rounds.commitments import (
     leaves_of,
     mean_text,
     sealed_text,
-    seals_digest,
 )
 from atomtrain.swarm.transport.messages import Begin, Evidence, Mean, Seal
 from atomtrain.swarm.transport.transport import Channel
@@ -65,12 +64,9 @@ class SliceMean:
     header: Mean | None = None
     """What its owner has signed, where another one is."""
     pieces: tuple[memoryview, ...] = ()
-    """As they travelled, of the slice that is audited: its owner is bound to just that."""
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """What each contributor counts, where that is not as its weight says."""
-        return () if self.header is None else self.header.shares
+    """As they travelled, of slices that may be audited: their owner is bound to just that."""
+    doubt: str = ""
+    """What is wrong with it by what its owner has signed alone."""
 
 
 class _Kept(NamedTuple):
@@ -81,7 +77,7 @@ class _Kept(NamedTuple):
     seal: Seal
 
 
-_NO_MEAN = Mean(contributors=(), digest="", shares=(), seals="", signature="")
+_NO_MEAN = Mean(contributors=(), digest="", shares=(), commitments=(), signature="")
 
 
 class _Outbound(NamedTuple):
@@ -104,11 +100,17 @@ def mean_codec(codec: Codec, begin: Begin, slice_index: int, contributors: int) 
 
 
 def mean_digest(
-    contributors: tuple[int, ...], pieces: list[memoryview], base_digest: str = ""
+    contributors: tuple[int, ...],
+    commitments: tuple[str, ...],
+    pieces: Sequence[memoryview],
+    base_digest: str = "",
 ) -> str:
-    """Return the hash of a mean as it travels, and of the base that it is to be added to."""
+    """Return the hash of a mean as it travels, of what it is made of, and of what it is added to.
+
+    Members that hold the same one were told of the same commitments, and each knows its own.
+    """
     digest = Digest()
-    digest.update(repr(contributors).encode() + base_digest.encode())
+    digest.update(repr((contributors, commitments, base_digest)).encode())
     for piece in pieces:
         digest.update(piece)
     return digest.text()
@@ -223,6 +225,8 @@ class OwnedSlice:
         self.base_digest = ""
         """Hash of the slice's base, in rounds that have bases; known before the slice is closed."""
         self.contributors: tuple[int, ...] = ()
+        self._commitments: tuple[str, ...] = ()
+        """Those of the contributors, in their order."""
         self._index = slice_index
         self._place = place
         self._begin = begin
@@ -313,23 +317,18 @@ class OwnedSlice:
         return shown
 
     def _show(self, chunk: int, span: Span, own: Own | None) -> _Shown:
-        commitments, signatures, paths, chunks = [], [], [], []
+        signatures, paths, chunks = [], [], []
         for member in self.contributors:
             kept = self._kept.get(member)
             if kept is not None:
                 values, tree = self._decoded(kept.pieces), kept.tree
-                commitments.append(kept.seal.commitment)
             else:
                 assert own is not None, "only this member's own contribution has no seal"
-                values, tree, commitment = own
-                commitments.append(commitment.text)
+                values, tree, _ = own
             signatures.append("" if kept is None else kept.seal.signature)
             paths.append(tree.path(chunk))
             chunks.append(byte_view(values[span.start : span.stop].contiguous()))
-        evidence = Evidence(
-            commitments=tuple(commitments), signatures=tuple(signatures), paths=tuple(paths)
-        )
-        return _Shown(evidence, chunks)
+        return _Shown(Evidence(signatures=tuple(signatures), paths=tuple(paths)), chunks)
 
     def _decoded(self, pieces: list[memoryview]) -> torch.Tensor:
         return decoded(self._codec, pieces, self._place.numel())
@@ -357,16 +356,15 @@ class OwnedSlice:
         self.contributors = contributors
         if mean is None:
             return _Outbound(_NO_MEAN, []), None
+        told = {member: kept.seal.commitment for member, kept in self._kept.items()}
+        told |= {me: own.commitment.text} if own is not None else {}
+        self._commitments = tuple(told[member] for member in contributors)
         pieces, held = self._encode(contributors, mean)
-        commitments = (
-            kept.seal.commitment if (kept := self._kept.get(m)) else own and own.commitment.text
-            for m in contributors
-        )  # fmt: skip
         header = Mean(
             contributors=contributors,
             digest=held.digest,
             shares=self.reduction.shares,
-            seals=seals_digest(str(text) for text in commitments),
+            commitments=self._commitments,
             signature="",
         )
         signature = self._sign(mean_text(self._group, self._index, header)).hex()
@@ -379,7 +377,7 @@ class OwnedSlice:
         codec = mean_codec(self._codec, self._begin, self._index, len(contributors))
         # The owner, too, applies what travels.
         pieces = encode_span(codec, mean, sent=None if codec.exact else mean)
-        digest = mean_digest(contributors, pieces, self.base_digest)
+        digest = mean_digest(contributors, self._commitments, pieces, self.base_digest)
         square = square_of(mean)
         square = math.inf if square is None else square
         return pieces, SliceMean(mean, contributors, digest, square)

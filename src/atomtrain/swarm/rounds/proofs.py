@@ -1,7 +1,7 @@
 """Proofs: what one member has seen of an owner's lie, for others who were not there.
 
 An owner signs its mean: the hash of what travelled, whose contributions are in it, what each
-counts, and the hash of their commitments. Contributors sign their commitments. So the mean, a chunk
+counts, and their commitments. Contributors sign their commitments. So the mean, a chunk
 of each contribution and these signatures are all that is needed to do the sum again: nobody's word
 counts. Who accuses cannot change any of it, and no honest owner signs a mean that the sum does not
 make. A lie that shows only to who was there, such as other evidence than was signed, has no proof.
@@ -19,7 +19,7 @@ from atomtrain.swarm.codecs.codec import Codec, decode_span
 from atomtrain.swarm.codecs.slices import Span, piece_spans, slice_spans, slices_per_member
 from atomtrain.swarm.membership.guards import Guard, bounded_weights
 from atomtrain.swarm.rounds.audits import Claim, Verify, signature_bytes
-from atomtrain.swarm.rounds.commitments import chunk_spans, group_digest, mean_text, seals_digest
+from atomtrain.swarm.rounds.commitments import chunk_spans, group_digest, mean_text
 from atomtrain.swarm.rounds.owning import mean_codec, mean_digest
 from atomtrain.swarm.transport.messages import Proof
 
@@ -92,14 +92,11 @@ def judge_proof(proven: Proven, rules: Rulebook, verify: Verify) -> Judged:
     for size in sizes.pieces:
         pieces.append(data[at : at + size])
         at += size
-    if mean_digest(mean.contributors, pieces, proof.base_digest) != mean.digest:
+    told = mean.contributors, mean.commitments
+    if mean_digest(*told, pieces, proof.base_digest) != mean.digest:
         return Judged(owner, "")
     values = torch.empty(sizes.elements)
     decode_span(sizes.codec, pieces, values)
-    own = seals_digest(proof.evidence.commitments)
-    places = [place for place, member in enumerate(mean.contributors) if member == sizes.owner]
-    if own != mean.seals or len(proof.evidence.commitments) != len(mean.contributors):
-        return Judged(owner, "")
     chunks = [
         torch.frombuffer(data[at + 4 * i * sizes.chunk.elements :], dtype=torch.float32,
                          count=sizes.chunk.elements)
@@ -110,16 +107,15 @@ def judge_proof(proven: Proven, rules: Rulebook, verify: Verify) -> Judged:
         owner=sizes.owner,
         slice_index=proof.slice_index,
         # It has signed its own commitment with the others'.
-        owner_commitment=proof.evidence.commitments[places[0]] if places else "",
+        owner_commitment=dict(zip(*told, strict=False)).get(sizes.owner, ""),
+        mean=mean,
         values=values,
-        contributors=mean.contributors,
-        shares=mean.shares,
         codec=sizes.codec,
         guard=rules.guard,
     )
     if claim.unproved(proof.chunk, proof.evidence, chunks, verify):
         return Judged(owner, "")
-    return Judged(owner, claim.wrong(proof.chunk, proof.evidence, chunks))
+    return Judged(owner, claim.wrong(proof.chunk, chunks))
 
 
 def _sizes(proof: Proof, rules: Rulebook) -> _Sizes:

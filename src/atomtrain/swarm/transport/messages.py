@@ -330,14 +330,14 @@ class Mean(Message, frozen=True, kw_only=True):
     """The owner's answer: the mean over `contributors` (indices in the group) follows.
 
     No contributors: there is no mean, and nothing follows. `shares` say what each contributor
-    counts where that is not as its weight says. `seals` is the hash of their commitments. The owner
-    signs all of it, with the slice and the hash of the group: it is bound to its mean.
+    counts where that is not as its weight says, `commitments` what each has sealed. The owner signs
+    all of it, with the slice and the hash of the group: it is bound to its mean.
     """
 
     contributors: Counts
     digest: Text
     shares: Reals
-    seals: Text
+    commitments: Texts
     signature: Text
 
 
@@ -349,12 +349,11 @@ class Audit(Message, frozen=True, kw_only=True):
 
 
 class Evidence(Message, frozen=True, kw_only=True):
-    """For a chunk: by contributor, what it has sealed, and the way from the chunk to its root.
+    """For a chunk: by contributor, its signature, and the way from the chunk to its root.
 
     The chunks follow, float32, in the same order.
     """
 
-    commitments: Texts
     signatures: Texts
     paths: Texts
 

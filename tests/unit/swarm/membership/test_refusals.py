@@ -68,7 +68,7 @@ def test_a_mean_of_who_has_no_weight_is_refused() -> None:
     async def scenario() -> None:
         exchange = exchange_of_a(begin=replace(BEGIN, weights=(4, 0)))
         theirs, mine = channel_pair("a", "b", 3.0)
-        mean = Mean(contributors=(1,), digest="", shares=(), seals="", signature="")
+        mean = Mean(contributors=(1,), digest="", shares=(), commitments=(), signature="")
         await mine.send(mean)
         with pytest.raises(BadMessage, match="cannot count"):
             await exchange._receive_mean(theirs, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from atomtrain.swarm.rounds.commitments import (
     leaves_of,
     sealed_text,
 )
-from atomtrain.swarm.transport.messages import Begin, Evidence
+from atomtrain.swarm.transport.messages import Begin, Evidence, Mean
 
 MEMBERS = ("a", "b", "c", "d")
 BEGIN = Begin(
@@ -37,6 +38,7 @@ BEGIN = Begin(
 )  # fmt: skip
 OWNER = 2
 GUARD = Guard(limit=10.0, mean="clipped")
+LONG = "its mean is longer than what it is the mean of"
 
 
 def sign(peer_id: str, data: bytes) -> bytes:
@@ -62,7 +64,6 @@ class Slice(NamedTuple):
         start, stop = chunk_spans(self.values.numel())[chunk]
         return (
             Evidence(
-                commitments=tuple(one.commitment.text for one in own),
                 signatures=tuple(signed),
                 paths=tuple(one.tree.path(chunk) for one in own),
             ),
@@ -70,18 +71,18 @@ class Slice(NamedTuple):
         )
 
     def claim(self) -> Claim:
-        own = self.contributions[OWNER]
+        told = tuple(committed(values).commitment.text for values in self.contributions)
         return Claim(
             begin=BEGIN,
             owner=OWNER,
             slice_index=5,
-            owner_commitment=committed(own).commitment.text,
+            owner_commitment=told[OWNER],
+            mean=Mean(contributors=(0, 1, 2, 3), digest="", shares=self.shares, commitments=told,
+                      signature=""),
             values=self.values,
-            contributors=(0, 1, 2, 3),
-            shares=self.shares,
             codec=self.codec,
             guard=GUARD,
-        )
+        )  # fmt: skip
 
     def flaw(self, chunk: int) -> str:
         return flaw(self.claim(), chunk, *self.evidence(chunk))
@@ -89,7 +90,12 @@ class Slice(NamedTuple):
 
 def flaw(claim: Claim, chunk: int, evidence: Evidence, chunks: list[torch.Tensor]) -> str:
     """Return what an auditor finds wrong, in its order, or ""."""
-    return claim.unproved(chunk, evidence, chunks, verify) or claim.wrong(chunk, evidence, chunks)
+    return claim.unproved(chunk, evidence, chunks, verify) or claim.wrong(chunk, chunks)
+
+
+def telling(claim: Claim, *commitments: str) -> Claim:
+    """Return a claim whose owner tells other commitments."""
+    return dataclasses.replace(claim, mean=replace(claim.mean, commitments=commitments))
 
 
 def decoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
@@ -133,7 +139,50 @@ def test_a_mean_that_is_off_by_two_in_a_hundred_is_wrong_in_every_chunk(
     false = owned(wire, 300_000, lambda mean: mean * factor)
     chunks = len(chunk_spans(300_000))
     found = [false.flaw(chunk) for chunk in range(0, chunks, 50)]
-    assert found == ["its mean is not that of the contributions"] * len(found)
+    said = LONG if factor == -5.0 else "its mean is not that of the contributions"
+    assert found == [said] * len(found)
+
+
+@pytest.mark.parametrize("wire", CODEC_NAMES)
+def test_a_mean_that_is_too_long_is_seen_without_an_audit(wire: str) -> None:
+    """Alike contributions have a mean as long as they are: what is twice as long is none."""
+    for elements in (1, 100, 40_000):
+        alike = owned(wire, elements, seed=3)
+        alike = alike._replace(contributions=(alike.contributions[0],) * 4)
+        honest = decoded(alike.codec, alike.contributions[0].clone())
+        assert alike._replace(values=honest, shares=()).claim().impossible() == ""
+        long = alike._replace(values=decoded(alike.codec, 2.5 * honest), shares=())
+        assert long.claim().impossible() == LONG
+
+
+@given(
+    st.lists(st.integers(1, 10**6), min_size=1, max_size=4),
+    st.lists(st.floats(-8, 8), min_size=4, max_size=4),
+    st.integers(0, 10**6),
+    st.sampled_from(CODEC_NAMES),
+)
+def test_no_honest_mean_is_impossible(
+    weights: list[int], scales: list[float], seed: int, wire: str
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    codec, guard = codec_named(wire), Guard(limit=0.0, mean="clipped")
+    values = [decoded(codec, torch.randn(300, generator=generator) * 10**scale)
+              for scale in scales[: len(weights)]]  # fmt: skip
+    made = guard.mean_of({i: one.clone() for i, one in enumerate(values)}, weights)
+    mean = codec.for_mean(len(values), seed)
+    claim = Claim(
+        begin=replace(BEGIN, weights=(*weights, 1, 1, 1)[:4]), owner=0, slice_index=0,
+        owner_commitment="", values=decoded(mean, made.values), codec=mean, guard=guard,
+        mean=Mean(contributors=tuple(range(len(values))), digest="", shares=made.shares,
+                  commitments=tuple(committed(v).commitment.text for v in values), signature=""),
+    )  # fmt: skip
+    assert claim.impossible() == ""
+
+
+@pytest.mark.parametrize("told", [(), ("",) * 4, ("00 1.0",) * 3, ("00 1.0",) * 5])
+def test_an_owner_that_tells_no_commitments_has_no_mean(told: tuple[str, ...]) -> None:
+    claim = telling(owned().claim(), *told)
+    assert claim.impossible() == "it tells no commitments of its contributions"
 
 
 def test_a_lie_in_one_chunk_is_found_there() -> None:
@@ -153,22 +202,25 @@ def test_an_owner_can_show_only_what_its_contributors_signed() -> None:
     said = "what it shows is not what a contributed"
     assert flaw(honest.claim(), 3, evidence, [changed, *chunks[1:]]) == said
     other, its_chunks = owned(seed=2).evidence(3)
-    forged = replace(evidence, commitments=(other.commitments[0], *evidence.commitments[1:]),
-                     paths=(other.paths[0], *evidence.paths[1:]))  # fmt: skip
-    assert flaw(honest.claim(), 3, forged, [its_chunks[0], *chunks[1:]]) == said
+    forged = replace(evidence, paths=(other.paths[0], *evidence.paths[1:]))
+    told, another = (owned(seed=seed).claim().mean.commitments for seed in (1, 2))
+    claim = telling(honest.claim(), another[0], *told[1:])
+    assert flaw(claim, 3, forged, [its_chunks[0], *chunks[1:]]) == said
     assert flaw(honest.claim(), 4, evidence, chunks) == said, "another chunk"
     no_hex = replace(evidence, signatures=("zz", *evidence.signatures[1:]))
     assert flaw(honest.claim(), 3, no_hex, chunks) == said
-    short = replace(evidence, commitments=evidence.commitments[1:])
+    short = replace(evidence, paths=evidence.paths[1:])
     assert "other contributions" in flaw(honest.claim(), 3, short, chunks[1:])
+    assert "other contributions" in flaw(telling(honest.claim(), *told[1:]), 3, evidence, chunks)
 
 
 def test_an_owner_is_held_to_its_own_contribution_which_it_named_first() -> None:
     """Otherwise it could choose the one that makes a false mean right."""
     honest, other = owned(), owned(seed=2)
     swapped = (*honest.contributions[:OWNER], other.contributions[OWNER], honest.contributions[3])
-    evidence, chunks = honest._replace(contributions=swapped).evidence(0)
-    assert flaw(honest.claim(), 0, evidence, chunks) == "what it shows is not what c contributed"
+    false = honest._replace(contributions=swapped)
+    claim = dataclasses.replace(false.claim(), owner_commitment=honest.claim().owner_commitment)
+    assert flaw(claim, 0, *false.evidence(0)) == "what it shows is not what c contributed"
 
 
 @pytest.mark.parametrize(
@@ -204,12 +256,9 @@ def test_contributions_without_limit_do_not_hide_a_false_mean(size: float) -> No
     told = false.evidence(0)
     less = Commitment(Tree(leaves_of(large, large.numel())).root, 1.0).text
     signature = sign("d", sealed_text(group_digest(BEGIN), 5, less)).hex()
-    smaller = replace(
-        told[0],
-        commitments=(*told[0].commitments[:3], less),
-        signatures=(*told[0].signatures[:3], signature),
-    )
-    said = flaw(false.claim(), 0, smaller, told[1])
+    smaller = replace(told[0], signatures=(*told[0].signatures[:3], signature))
+    claim = telling(false.claim(), *false.claim().mean.commitments[:3], less)
+    said = flaw(claim, 0, smaller, told[1])
     assert said == "what it shows is not what d contributed", "the norm is not that of the chunk"
 
 

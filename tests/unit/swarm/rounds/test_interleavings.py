@@ -25,6 +25,7 @@ from atomtrain.swarm.codecs import slices
 from atomtrain.swarm.rounds.owning import OwnedSlice
 from tests.support.going_on import all_go_on
 from tests.support.swarm_virtual import Simulation
+from tests.unit.swarm.rounds.test_lying_owners import larger
 
 pytestmark = pytest.mark.slow
 
@@ -215,6 +216,8 @@ def test_whatever_happens_when(
     wire=st.sampled_from(["float32", "float16", "int8"]),
     liar=st.integers(0, 3),
     often=st.floats(0.1, 1.0),
+    factor=st.sampled_from([-1.0, 3.0]),
+    claims=st.booleans(),
 )
 def test_whatever_happens_when_and_whoever_lies(
     seed: int,
@@ -225,15 +228,22 @@ def test_whatever_happens_when_and_whoever_lies(
     wire: str,
     liar: int,
     often: float,
+    factor: float,
+    claims: bool,
 ) -> None:
-    """One member's means are false, as often as it likes: nobody merges one, all others agree."""
+    """One member's means are false, as often as it likes: nobody merges one, all others agree.
+
+    Of too long ones it may say that they are of larger contributions.
+    """
     simulation = Simulation(tuple(sizes), seed, delay_s, wire=wire)
     name, encode, chance = f"peer{liar}", OwnedSlice._encode, random.Random(seed)
 
     def false(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
         lies = self._begin.members[self._index] == name and chance.random() < often
         _DONE["lies"] += lies
-        return encode(self, contributors, -mean if lies else mean)
+        if lies and claims:
+            self._commitments = larger(self._commitments)
+        return encode(self, contributors, factor * mean if lies else mean)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OwnedSlice, "_encode", false)

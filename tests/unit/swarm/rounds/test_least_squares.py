@@ -144,6 +144,40 @@ def test_clipping_bounds_what_norms_do_not_catch(poison: Poison, clean: float) -
     assert loss < 1.03 * clean
 
 
+def test_what_liars_keep_from_a_round_comes_with_the_next(clean: float) -> None:
+    """Their slices are not committed; what was learnt of them goes with the next contribution.
+
+    Identities cost nothing: five come, one after the other, and each lies until it is found.
+    """
+    problem, encode = _LeastSquares(_PEERS), OwnedSlice._encode
+
+    def false(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
+        lies = self._begin.members[self._index].startswith("liar")
+        return encode(self, contributors, -mean if lies else mean)
+
+    async def scenario() -> float:
+        simulation = Simulation((_ELEMENTS,), seed=3)
+        for index in range(_PEERS - 1):
+            await simulation.add(f"peer{index}", step_s=0.5, step=_stepper(problem, index))
+        liars = [f"liar{number}" for number in range(5)]
+        for liar in liars:
+            await asyncio.sleep(6)
+            await simulation.add(liar, step_s=0.5, step=_stepper(problem, _PEERS - 1))
+        await asyncio.sleep(10)
+        honest = [simulation.peers[f"peer{index}"] for index in range(_PEERS - 1)]
+        for peer in honest:
+            assert not any(peer.service.context.roster.trusts(liar) for liar in liars)
+        short = [r for r in honest[0].reports if "slices missing" in r.reason]
+        assert len(short) >= len(liars), "each has kept its slice from a round"
+        simulation.check_means()
+        anchor = honest[0].service.context.mailbox.store.anchor(0)
+        return problem.loss(anchor.values, range(_PEERS - 1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OwnedSlice, "_encode", false)
+        assert run_virtual(scenario) < 1.01 * clean
+
+
 HALVES = ({"peer0", "peer1", "peer2", "peer6"}, {"peer3", "peer4", "peer5", "peer7"})
 HONEST, FALSE = [f"peer{i}" for i in range(6)], {"peer6", "peer7"}
 

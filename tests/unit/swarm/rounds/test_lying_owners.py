@@ -11,15 +11,19 @@ import torch
 from msgspec.structs import replace
 
 from atombench.virtual.clock import run_virtual
+from atomtrain.swarm.membership.guards import Guard
+from atomtrain.swarm.node import accusing
 from atomtrain.swarm.rounds import auditor, contributing, exchange, round_member
-from atomtrain.swarm.rounds.commitments import committed
+from atomtrain.swarm.rounds.commitments import Commitment, committed
 from atomtrain.swarm.rounds.owning import OwnedSlice
+from atomtrain.swarm.rounds.proofs import Judged, judge_proof
 from atomtrain.swarm.transport.messages import Contribution, Evidence, Held, Mean, Message, Seal
 from atomtrain.swarm.transport.transport import Channel
 from tests.support.swarm_virtual import Simulation
 
 pytestmark = pytest.mark.slow
 HONEST, LIAR = ("a", "b", "c"), "liar"
+LONG = "its mean is longer than what it is the mean of"
 
 
 def owner_of(owned: OwnedSlice) -> str:
@@ -82,6 +86,66 @@ def test_who_returns_another_mean_is_left_out_from_its_first_round_on(
         assert not [why for why in said if LIAR not in why], said
         last = simulation.peers[name].reports[-6:]
         assert all(set(report.contributors) == {*HONEST} for report in last)
+
+
+def larger(commitments: tuple[str, ...], times: float = 5) -> tuple[str, ...]:
+    """Return commitments to contributions that are so many times as large."""
+    read = [Commitment.read(text) for text in commitments]
+    return tuple(Commitment(one.root, times * one.norm).text for one in read if one is not None)
+
+
+def test_a_mean_that_is_too_long_is_found_in_any_slice_and_proved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where nothing but one number is wrong, which hardly any audit would meet."""
+
+    def one_number(mean: torch.Tensor) -> torch.Tensor:
+        mean = mean.clone()
+        mean[-1] += 5 * mean.norm()
+        return mean
+
+    told: list[Judged] = []
+
+    def tell(self: accusing.Accusations, proven: Any) -> None:
+        told.append(judge_proof(proven, self._rules, self._context.transport.verify))
+
+    monkeypatch.setattr(Guard, "mean_too_large", lambda *_: False)  # another bound, of ten times
+    monkeypatch.setattr(OwnedSlice, "_encode", lied(one_number))
+    monkeypatch.setattr(accusing.Accusations, "tell", tell)
+    simulation = run(20.0)
+    assert set(told) == {Judged(LIAR, LONG)}
+    for name in HONEST:
+        assert trusted(simulation)[name] == {*HONEST} - {name}
+        said = [why for report in simulation.peers[name].reports for why in report.rejected]
+        assert said
+        assert all(LONG in why for why in said), said
+    assert simulation.check_means() > 5
+
+
+@pytest.mark.parametrize("whose", [*HONEST, "all"])
+def test_who_tells_false_norms_of_others_is_found_by_them(
+    whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a mean could be as long as its owner likes until an audit meets that slice."""
+    encode = OwnedSlice._encode
+
+    def false(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
+        if owner_of(self) == LIAR:
+            told = larger(self._commitments, 2)
+            names = [self._begin.members[member] for member in contributors]
+            self._commitments = tuple(
+                new if whose in (name, "all") and name != LIAR else old
+                for name, new, old in zip(names, told, self._commitments, strict=True)
+            )
+        return encode(self, contributors, mean)
+
+    monkeypatch.setattr(auditor.Claim, "unproved", lambda *_: "")
+    monkeypatch.setattr(OwnedSlice, "_encode", false)
+    simulation = run(20.0)
+    for name in HONEST:
+        gone = whose in (name, "all")
+        assert trusted(simulation)[name] == ({*HONEST} if gone else {*HONEST, LIAR}) - {name}
+    assert simulation.check_means() > 5
 
 
 def test_a_change_of_the_own_contribution_after_the_others_came_is_found(
@@ -180,7 +244,7 @@ def test_who_shows_something_else_or_nothing_has_no_mean_that_counts(
 ) -> None:
     def change(evidence: Evidence) -> Message:
         if hides:
-            return Mean(contributors=(), digest="", shares=(), seals="", signature="")
+            return Mean(contributors=(), digest="", shares=(), commitments=(), signature="")
         return replace(evidence, paths=tuple("00" * 16 for _ in evidence.paths))
 
     monkeypatch.setattr(Channel, "send", spoiling(Evidence, change))

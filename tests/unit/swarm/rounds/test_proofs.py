@@ -24,7 +24,6 @@ from atomtrain.swarm.rounds.commitments import (
     group_digest,
     mean_text,
     sealed_text,
-    seals_digest,
 )
 from atomtrain.swarm.rounds.owning import OwnedSlice, mean_codec, mean_digest
 from atomtrain.swarm.rounds.proofs import Proven, Rulebook, accused, judge_proof, proof_bytes
@@ -39,7 +38,7 @@ from atomtrain.swarm.transport.messages import (
     encode,
 )
 from tests.support.swarm_virtual import Simulation
-from tests.unit.swarm.rounds.test_audits import decoded, sign, verify
+from tests.unit.swarm.rounds.test_audits import LONG, decoded, sign, verify
 from tests.unit.swarm.rounds.test_lying_owners import HONEST, LIAR, lied, trusted
 
 MEMBERS, OWNER, ELEMENTS = ("a", "b", "c", "d"), 2, 4_000
@@ -70,12 +69,11 @@ def proven(
     own, group = [committed(one) for one in values], group_digest(BEGIN)
     texts = tuple(one.commitment.text for one in own)
     mean = Mean(
-        contributors=(0, 1, 2, 3), digest=mean_digest((0, 1, 2, 3), pieces, base),
-        shares=made.shares, seals=seals_digest(texts), signature="",
+        contributors=(0, 1, 2, 3), digest=mean_digest((0, 1, 2, 3), texts, pieces, base),
+        shares=made.shares, commitments=texts, signature="",
     )  # fmt: skip
     mean = replace(mean, signature=sign(by, mean_text(group, OWNER, mean)).hex())
     evidence = Evidence(
-        commitments=texts,
         signatures=tuple(
             "" if m == OWNER else sign(MEMBERS[m], sealed_text(group, OWNER, text)).hex()
             for m, text in enumerate(texts)
@@ -96,7 +94,7 @@ def proven(
 def test_a_false_mean_is_proved_and_an_honest_one_is_not(wire: str, base: str) -> None:
     last = len(chunk_spans(ELEMENTS)) - 1
     for chunk in (0, 3, last) if wire != "topk" else (0,):  # which sends nothing of some chunks
-        for factor, flaw in ((-5.0, FALSE), (1.0, "")):
+        for factor, flaw in ((-5.0, LONG), (-1.0, FALSE), (1.0, "")):
             told = proven(factor, wire, chunk, base)
             assert proof_bytes(told.proof, rulebook(wire)) == len(told.data)
             assert judge_proof(told, rulebook(wire), verify) == ("c", flaw)
@@ -127,13 +125,12 @@ FRAMES: dict[str, Callable[[], Proven]] = {
     "another chunk": lambda: changed(proven(1.0), chunk=4),
     "another base": lambda: changed(proven(1.0), base_digest="cd" * 16),
     "what a contributor signed later": lambda: of_evidence(
-        proven(1.0),
-        commitments=(OTHER, *proven(1.0).proof.evidence.commitments[1:]),
+        of_mean(proven(1.0), commitments=(OTHER, *proven(1.0).proof.mean.commitments[1:])),
         signatures=(sign("a", sealed_text(group_digest(BEGIN), OWNER, OTHER)).hex(),
                     *proven(1.0).proof.evidence.signatures[1:]),
     ),
     "no signatures": lambda: of_evidence(proven(-5.0), signatures=("",) * 4),
-    "too few commitments": lambda: of_evidence(proven(-5.0), commitments=()),
+    "too few commitments": lambda: of_mean(proven(-5.0), commitments=()),
     "other paths": lambda: of_evidence(proven(-5.0), paths=("00" * 16,) * 4),
     "a byte too few": lambda: Proven(proven(-5.0).proof, proven(-5.0).data[:-1]),
 }  # fmt: skip

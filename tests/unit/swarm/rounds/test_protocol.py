@@ -180,6 +180,25 @@ def test_leader_under_any_schedule(seed: int) -> None:
         _check_decision(leader, out, said)
 
 
+@pytest.mark.parametrize("tied", ["0", "z"])
+def test_of_anchors_that_tie_the_one_of_most_members_counts(tied: str) -> None:
+    """Whatever their hashes: anybody finds a lower one."""
+    leader = LeaderRound(_call(), ["a", "b", "c", "liar"], now_s=0.0)
+    out: list[tuple[str, Message]] = []
+    for member in ("a", "b", "c", "liar"):
+        digest = tied if member == "liar" else "x"
+        ready = Ready(version=1, tokens=7, digest=digest, weight=1, late=False)
+        out += leader.on_message(member, ready, 1.0)
+    assert leader.group == ("a", "b", "c")
+    assert [type(said) for to, said in out if to == "liar"] == [Abandon]
+    two = LeaderRound(_call(), ["a", "b", "more"], now_s=0.0)
+    for member in ("a", "b", "more"):
+        tokens = 8 if member == "more" else 7
+        ready = Ready(version=1, tokens=tokens, digest="x", weight=1, late=False)
+        out = two.on_message(member, ready, 1.0)
+    assert not two.group, "more tokens are no tie"
+
+
 def _message(rng: random.Random, act: str, leader: LeaderRound) -> Message:
     if act == "junk":
         return Abandon(reason="junk")
