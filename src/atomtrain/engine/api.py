@@ -194,8 +194,8 @@ def _open(
             require_compilable(opened)
         costs = layer_costs(chain, inputs, opened.torch_device)
         if options.head_pieces == "auto":
-            chain = split_head_as_needed(chain, costs, opened.torch_device)
-            costs = layer_costs(chain, inputs, opened.torch_device)
+            whole, chain = chain, split_head_as_needed(chain, costs, opened.torch_device)
+            costs = costs if chain is whole else layer_costs(chain, inputs, opened.torch_device)
         (chain, costs, profile), compiling = _profiled(
             chain, costs, inputs, devices, options, images_grow=traced.larger is not None
         )
