@@ -370,6 +370,11 @@ class Engine:
         """
         return self._state.optimizer_state()
 
+    def optimizer_counts(self) -> list[tuple[int, str, Any]]:
+        """Return what the optimizer counts in its groups by itself: group's number, key, value."""
+        self._core.synchronize()
+        return [(number, key, value) for (number, key), value in self._core.counted.items()]
+
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the optimizer state by parameter name."""
         self._state.load_optimizer_state(state)

@@ -101,6 +101,8 @@ class EngineCore:
             updates.optimizer, self.masters, planner.chain.names, synchronize
         )
         """The optimizer of all parameters."""
+        self.counted: dict[tuple[int, str], Any] = {}
+        """What the optimizer has changed in its groups by itself, by number and key."""
         self._broken: BaseException | None = None
         self.closed = False
         self.undo = contextlib.ExitStack()
@@ -123,9 +125,8 @@ class EngineCore:
             self.bring_to_host(range(self.store.layout.blocks), moments=True)
             self.devices[0].synchronize()
             self.executor.buffers.to_host()
-        gather_counts(
-            self.updates.optimizer, [*self.updates.workers, *self.executor.slots.there.workers]
-        )
+        workers = [*self.updates.workers, *self.executor.slots.there.workers]
+        self.counted.update(gather_counts(self.updates.optimizer, workers))
         self.whole.hand_over()
 
     def wait(self) -> None:

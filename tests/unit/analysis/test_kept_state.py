@@ -56,6 +56,28 @@ class Puts(Keeps):
         return y
 
 
+class OwnNoise(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.rand(x.shape, generator=self.generator)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Sequential(OwnNoise(), nn.Linear(4, 4)), "a torch.Generator of its own, whose state"),
+        (OwnNoise(), "cannot be traced, such as a torch.Generator of its own"),
+    ],
+)
+def test_random_numbers_that_nobody_can_draw_again(model: nn.Module, message: str) -> None:
+    with pytest.raises(AnalysisError, match=message) as caught:
+        swap(model, X, loss=square)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("layer", "message"),
     [

@@ -146,6 +146,78 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(tensor, second.model.state_dict()[name]), name
 
 
+class Masked(nn.Linear):
+    """Its buffers are infinite, share memory, and are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        table = torch.arange(24.0)
+        self.register_buffer("mask", torch.full((16, 16), -math.inf).triu(1))
+        self.register_buffer("low", table[:16])
+        self.register_buffer("high", table[8:])
+        self.register_buffer("turned", table.view(4, 6).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.mask.softmax(-1) + (self.low + self.high) / 100
+
+
+def masked_net() -> nn.Module:
+    model = net()
+    assert isinstance(model, nn.Sequential)
+    model.insert(1, Masked())
+    return model
+
+
+class Numbers(torch.optim.Optimizer):
+    """Counts its steps in plain numbers, of a group and of each parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                rate = group["lr"] / (group["steps"] + state["step"])
+                parameter.add_(parameter.grad, alpha=-rate)
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer"), [(masked_net, None), (net, Numbers)], ids=["buffers", "numbers"]
+)
+def test_what_a_model_and_an_optimizer_hold_beside_parameters_goes_on(
+    make: Any, optimizer: Any, tmp_path: Path
+) -> None:
+    def part(folder: Path, *callbacks: Callback) -> Trainer:
+        arguments = TrainerArguments(output_dir=folder, micro_batch=4, learning_rate=0.01)
+        return Trainer(
+            make(), arguments, data(), loss=loss_of, optimizer=optimizer, callbacks=callbacks,
+            **DEVICE,
+        )  # fmt: skip
+
+    with part(tmp_path / "whole") as whole:
+        expected = whole.train().losses
+    with part(tmp_path / "parts", Recorder(stop_at=3)) as first:
+        first.train()
+    with part(tmp_path / "parts") as second:
+        assert second.train(resume_from_checkpoint=True).losses == expected
+        for name, value in second.engine.state_dict().items():
+            assert torch.equal(value, whole.model.state_dict()[name])
+
+
+def test_a_second_training_is_refused_and_a_stopped_one_goes_on(tmp_path: Path) -> None:
+    with trainer(tmp_path / "a") as whole:
+        expected = whole.train().losses
+        with pytest.raises(ConfigError, match="all 12 steps are done; make a new Trainer"):
+            whole.train()
+    with trainer(tmp_path / "b", callbacks=[Recorder(stop_at=5)]) as stopped:
+        assert len(stopped.train().losses) == 5
+        assert stopped.train().losses == expected
+
+
 def test_a_named_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     with trainer(tmp_path / "whole") as whole:
         whole.train()

@@ -139,6 +139,11 @@ class _Watcher(StorageTracker):
     ) -> Any:
         if _RANDOM in func.tags and not _dropout_is_off(func, args, kwargs or {}):
             self.random = True
+            if (kwargs or {}).get("generator") is not None:
+                raise AnalysisError(
+                    "forward draws random numbers from a torch.Generator of its own, whose state "
+                    "recomputing cannot bring back; draw them from torch's default one"
+                )
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if inside_bytes := attention_workspace_bytes(func, args, on_gpu=self._on_gpu):
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + inside_bytes)

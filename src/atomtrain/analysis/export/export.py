@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.export.graph_signature import InputKind
 
 from atomtrain.analysis.export.conditions import (
     CPU,
@@ -277,6 +278,11 @@ def _flatten(
     calls: Sequence[str],
 ) -> Exported:
     signature = program.graph_signature
+    if any(spec.kind is InputKind.CUSTOM_OBJ for spec in signature.input_specs):
+        raise AnalysisError(
+            "forward uses an object that cannot be traced, such as a torch.Generator of its own; "
+            f"draw random numbers from torch's, {MANUAL}"
+        )
     names = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     flat = Flattener(program.graph_module, functions)
     graph = flat.run(program.graph)

@@ -264,8 +264,9 @@ def set_hyperparameters(group: dict[str, Any], given: Mapping[str, Any]) -> None
 
 def gather_counts(
     optimizer: torch.optim.Optimizer, workers: Iterable[torch.optim.Optimizer | None]
-) -> None:
-    """Write what workers have changed in their groups by themselves to the whole optimizer's.
+) -> dict[tuple[int, str], Any]:
+    """Write what workers have changed in their groups by themselves to the whole optimizer's, and
+    return it by the group's number and the key.
 
     Raises:
         ConfigError: they differ, so they depend on more than a single block.
@@ -288,6 +289,7 @@ def gather_counts(
                     )
     for (number, key), value in found.items():
         optimizer.param_groups[number][key] = value
+    return found
 
 
 def _equal(one: Any, two: Any) -> bool:

@@ -56,14 +56,32 @@ def shards_of(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
         covered.update(names)
         if shard or whole:
             yield layer, shard
-    buffers = {name: buffer for name, buffer in engine.model.named_buffers() if buffer is not None}
+    buffers: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, buffer in engine.model.named_buffers():
+        # Memory that several share can be written once only.
+        storage = buffer.untyped_storage()
+        alone = storage.nbytes() == buffer.nbytes and storage.data_ptr() not in seen
+        seen.add(storage.data_ptr())
+        buffers[f"{name}/{PARAMETER}"] = buffer if alone else buffer.clone()
     if buffers:
-        yield "buffers", {f"{name}/{PARAMETER}": value for name, value in buffers.items()}
+        yield "buffers", buffers
 
 
 def loss_scale_of(engine: Engine) -> dict[str, Any] | None:
     """Return what a checkpoint keeps of the loss scale, `None` if losses are not scaled."""
     return None if engine.loss_scale is None else engine.loss_scale.state()
+
+
+def counts_of(engine: Engine) -> dict[str, Any]:
+    """Return what a checkpoint keeps of an optimizer's plain numbers: of groups, and of each
+    parameter's state."""
+    state = {
+        name: {key: value for key, value in own.items() if isinstance(value, int | float)}
+        for name, own in engine.optimizer_state().items()
+    }
+    groups = [each for each in engine.optimizer_counts() if isinstance(each[-1], int | float)]
+    return {"groups": groups, "state": {name: own for name, own in state.items() if own}}
 
 
 def compiling_of(engine: Engine) -> dict[str, Any]:
@@ -106,14 +124,20 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
         else:
             target.copy_(tensor)
 
+    counts = checkpoint.meta.get("counts", {"groups": [], "state": {}})
+    numbers = dict(counts["state"])
     # Layer by layer: all moments at once may be more than memory holds.
     for moments in _fill(engine.model, checkpoint, put):
+        state: dict[str, dict[str, Any]] = {
+            name: {kind: tensor.clone() for kind, tensor in tensors.items()}
+            for name, tensors in moments.items()
+        }
         engine.load_optimizer_state(
-            {
-                name: {kind: tensor.clone() for kind, tensor in tensors.items()}
-                for name, tensors in moments.items()
-            }
+            {name: {**numbers.pop(name, {}), **own} for name, own in state.items()}
         )
+    engine.load_optimizer_state(numbers)  # of state that has no tensors
+    for number, key, value in counts["groups"]:
+        engine.optimizer.param_groups[number][key] = value
     engine.refresh_buffers()
     if engine.loss_scale is not None and checkpoint.meta.get("loss_scale") is not None:
         engine.loss_scale.load_state(checkpoint.meta["loss_scale"])
@@ -129,6 +153,7 @@ def _fill(
     """Put parameters and buffers into the model; yield each shard's rest by name and kind."""
     targets = {**dict(model.named_buffers()), **model.state_dict()}
     whole = not adapted_layers(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = {name for name, p in model.named_parameters() if whole or p.requires_grad}
     for shard, tensors in checkpoint.shards():
         if shard.startswith(SWARM_SHARD):
@@ -137,7 +162,7 @@ def _fill(
         for key, tensor in tensors.items():
             name, _, kind = key.rpartition("/")
             if kind == PARAMETER:
-                _check(targets, name, tensor, checkpoint)
+                _check(targets, name, tensor, checkpoint, finite=name in parameters)
                 with torch.no_grad():
                     put(name, targets[name], tensor)
                 missing.discard(name)
@@ -149,11 +174,17 @@ def _fill(
 
 
 def _check(
-    targets: Mapping[str, Tensor], name: str, tensor: Tensor, checkpoint: Checkpoint
+    targets: Mapping[str, Tensor],
+    name: str,
+    tensor: Tensor,
+    checkpoint: Checkpoint,
+    *,
+    finite: bool,
 ) -> None:
-    """Check that the model has a tensor of this name and shape, and that it is finite."""
+    """Check that the model has a tensor of this name and shape, and that parameters are finite:
+    a buffer may be a mask of infinities."""
     target = targets.get(name)
-    if not is_finite(tensor):
+    if finite and not is_finite(tensor):
         raise CheckpointError(
             f"{checkpoint.path} holds {name!r} with values that are not numbers (NaN or "
             "infinite); give an earlier checkpoint"

@@ -33,6 +33,7 @@ from atomtrain.training.config.optimizing import precision_of
 from atomtrain.training.setup.state import (
     compiled_before,
     compiling_of,
+    counts_of,
     loss_scale_of,
     restore,
     shards_of,
@@ -164,12 +165,18 @@ class Trainer:
 
         Raises:
             CheckpointError: there is no checkpoint to go on from, or it is of another model.
+            ConfigError: this trainer has done all steps; one that was stopped goes on.
         """
         course, args = self.course, self.args
         folder = Path(args.output_dir)
         course.steps = args.max_steps or max(1, int(args.epochs * self._steps_an_epoch))
+        course.stop = False
         if resume_from_checkpoint:
             self._resume(folder, resume_from_checkpoint)
+        elif course.step >= course.steps:
+            raise ConfigError(
+                f"all {course.steps} steps are done; make a new Trainer to train on, or anew"
+            )
         engine = self.engine
         schedule = args.schedule_of(course.steps)
         events = EventLog(folder / EVENTS_FILE)
@@ -342,6 +349,7 @@ class Trainer:
             "loss_scale": loss_scale_of(self.engine),
             "compiling": compiling_of(self.engine),
             "by_targets": self._first_target is not None,
+            "counts": counts_of(self.engine),
         }
         path = save(folder / CHECKPOINTS_FOLDER, self.course.step, shards_of(self.engine), meta)
         tell_checkpoint(path, self.course.step, time.monotonic() - started_s, events)
