@@ -20,9 +20,9 @@ FACTOR = 10.0
 other members, and momentum grows to ten times the first step."""
 LATELY = 32
 """Moves of a fragment that are remembered."""
-LEAST_SHARE = 2.0**-10
+LEAST_SHARE = 2.0**-6
 """Part of an anchor's size by which any round may have moved it: a peer that slept while the
-learning rate rose has seen small moves only."""
+learning rate rose, or came late, has seen small moves only."""
 _SAMPLE = 1 << 16
 """Elements of which a move is measured: the peer's own rounds hide nothing from it."""
 
