@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import operator
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,7 +79,7 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 def _most_apart(losses: list[float], others: list[float]) -> float:
-    return max(map(abs, map(operator.sub, losses, others)))
+    return max(abs(loss - other) for loss, other in zip(losses, others, strict=True))
 
 
 def _all_weights(folder: Path, base: Path, setup: CurveSetup) -> tuple[list[float], list[float]]:
