@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import operator
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,22 +60,26 @@ def run(options: BenchmarkOptions) -> Result:
     with tempfile.TemporaryDirectory(prefix="atom-curve-") as temporary:
         base = Path(temporary)
         folder = tiny_folder(base / "tiny") if options.quick else smollm_folder()
-        curves = {
-            "full": _all_weights(folder, base, setup),
-            "lora": _adapters(folder, base, setup),
-        }
+        curves = {}
+        for name, train in (("full", _all_weights), ("lora", _adapters)):
+            curves[name] = train(folder, base, setup)
+            progress(f"{name}: losses differ by {_most_apart(*curves[name]):.2g} at most")
     result = description()
     result["versions"] |= {name: importlib.metadata.version(name) for name in _PACKAGES}
     result["inputs"] = {"model": folder.name, "lora": _LORA, **setup._asdict()}
     for name, (atoms, theirs) in curves.items():
         result |= {
-            f"{name}_largest_difference": max(map(abs, map(operator.sub, atoms, theirs))),
+            f"{name}_largest_difference": _most_apart(atoms, theirs),
             f"{name}_first_loss": atoms[0],
             f"{name}_last_loss": atoms[-1],
             f"{name}_losses": atoms,
             f"{name}_trainer_losses": theirs,
         }
     return result
+
+
+def _most_apart(losses: list[float], others: list[float]) -> float:
+    return max(abs(loss - other) for loss, other in zip(losses, others, strict=True))
 
 
 def _all_weights(folder: Path, base: Path, setup: CurveSetup) -> tuple[list[float], list[float]]:
