@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.engine.state.precision import Masters
-from atomtrain.engine.updates.optimizer import check_step_hooks
 from atomtrain.errors import ConfigError
 
 _ELEMENTWISE = (
@@ -34,6 +33,20 @@ def check_shapes(name: str, parameter: Tensor, values: Mapping[str, Any]) -> Non
                 f"optimizer state {key!r} of {name!r} has shape {list(value.shape)}, the parameter "
                 f"has {list(parameter.shape)}; load the state of this very model"
             )
+
+
+def check_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse hooks on an optimizer's step, which would be called for each block.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ConfigError(
+            f"{type(optimizer).__name__} has hooks on its step, which swapped training takes once "
+            "for each block of parameters; remove them, and do after engine.step and "
+            "engine.synchronize what they do"
+        )
 
 
 class WholeOptimizer:

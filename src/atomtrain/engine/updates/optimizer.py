@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.state.precision import KeepsMasters
+from atomtrain.engine.state.whole_optimizer import check_step_hooks
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.disk import StateBytes, States
 from atomtrain.planning.plan.updating import ParameterUpdate, UpdateModel, two_moments, work_of
@@ -85,20 +86,6 @@ def optimizer_of(chain: Chain, factory: OptimizerFactory) -> torch.optim.Optimiz
         raise ConfigError(f"optimizer=... must return a torch.optim.Optimizer, not {optimizer!r}")
     check_step_hooks(optimizer)
     return optimizer
-
-
-def check_step_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse hooks on an optimizer's step, which would be called for each block.
-
-    Raises:
-        ConfigError: there are some.
-    """
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise ConfigError(
-            f"{type(optimizer).__name__} has hooks on its step, which swapped training takes once "
-            "for each block of parameters; remove them, and do after engine.step and "
-            "engine.synchronize what they do"
-        )
 
 
 @runtime_checkable
