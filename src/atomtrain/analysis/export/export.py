@@ -89,12 +89,18 @@ class _Recorded(nn.Module):
         self.call, self.own_loss, self.as_eager = call, own_loss, as_eager
         self.training = model.training
         self.output = _Output()
+        self.known: Mapping[str, Mapping[str, Any]] = {}
+        """What `attributes_of` returns where none is hidden, as `StandIns` hide some."""
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        before = held_tensors(self.model)
+        before, seen = held_tensors(self.model), attributes_of(self.model)
         with hidden() if self.as_eager else nullcontext():
             output = self.call(self.model, tensors)
-        self.output.attributes = attributes_of(self.model)
+        self.output.attributes = {
+            path: {n: v for n, v in self.known.get(path, {}).items() if n not in seen.get(path, ())}
+            | own
+            for path, own in attributes_of(self.model).items()
+        }
         now = held_tensors(self.model)
         self.output.assigned = {
             name: was for name, was in before.items() if now.get(name) is not was
@@ -234,6 +240,7 @@ def _traced(recorded: _Recorded, given: Sequence[Tensor], grad: bool, way: Way) 
     of the model, or one of ours: tracing every module would not mend it.
     """
     equal = equal_modules(recorded)
+    recorded.known = attributes_of(recorded.model)
     functions = Functions()
     if equal:
         try:
