@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import atomtrain
+from atomtrain.errors import AnalysisError
 from tests.support import any_models
 from tests.support.any_models import Case
 from tests.support.engine_models import swap
@@ -97,6 +98,42 @@ def test_two_heads_and_a_loss_of_the_callers(micro_batches: int, segments: int) 
     assert not engine.model.unused.requires_grad or not engine.masters.moments(
         case.model.unused  # type: ignore[arg-type]
     )
+
+
+class Classes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize(("micro_batches", "segments"), [(1, 3), (2, 1)])
+def test_a_loss_has_weights_of_classes(micro_batches: int, segments: int) -> None:
+    counted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.5, 2.0, 3.0, 0.1]))
+
+    def draw() -> tuple[Tensor, Tensor]:
+        return torch.randn(8, 16), torch.randint(5, (8,))
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        return counted(model(batch[0]), batch[1])  # type: ignore[no-any-return]
+
+    check(
+        (Classes(), draw), micro_batches, segments, loss_of,
+        loss=lambda output, batch: counted(output, batch[1]),
+    )  # fmt: skip
+
+
+def test_what_is_trained_belongs_to_the_model() -> None:
+    factor = nn.Parameter(torch.ones(5))
+    with pytest.raises(AnalysisError, match="is trained and belongs to no module"):
+        swap(Classes(), torch.randn(8, 16), loss=lambda output: (output * factor).mean())
+    assert factor.grad is None
 
 
 @pytest.mark.usefixtures("fastest_plans")

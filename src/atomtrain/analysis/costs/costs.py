@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 from atomtrain.analysis.costs.flops import attention_workspace_bytes, more_counters
@@ -143,6 +145,13 @@ class _Watcher(StorageTracker):
                 raise AnalysisError(
                     "forward draws random numbers from a torch.Generator of its own, whose state "
                     "recomputing cannot bring back; draw them from torch's default one"
+                )
+        for given in tree_iter((args, kwargs)):
+            if isinstance(given, Tensor) and given.requires_grad and type(given) is not FakeTensor:
+                raise AnalysisError(
+                    f"the loss or a layer uses a tensor of shape {list(given.shape)} that is "
+                    "trained and belongs to no module of the model; make it a parameter of the "
+                    "model, or detach() it"
                 )
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if inside_bytes := attention_workspace_bytes(func, args, on_gpu=self._on_gpu):
@@ -307,7 +316,8 @@ def _measure(
     *,
     on_gpu: bool,
 ) -> _Measured:
-    with FakeTensorMode(), torch.enable_grad():
+    # What a loss closes over, such as the weights of classes, has data.
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         tensors = _fake_tensors(layer, device)
         unique = {id(tensor): tensor for tensor in tensors.values()}.values()
         for tensor in unique:
