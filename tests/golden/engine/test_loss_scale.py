@@ -104,6 +104,7 @@ def check(
     with swapped(model, steps, scale, steps_to_double, **options) as engine:
         assert [engine.step(step, weights) for step in steps] == expected
         assert_equal(engine, resident)
+        assert engine.device.peak_bytes() <= engine.plan.device_peak_bytes
     return resident
 
 

@@ -421,7 +421,8 @@ class Executor:
                 part = loss / self._of if weights is None else loss * weights[micro_batch]
                 # Asked for as late as possible: the step before may still be deciding.
                 scale = self._updates.scale_of_loss()
-                roots.append(part if scale == 1.0 else part * scale)
+                # In place, for the plan counts no number more.
+                roots.append(part if scale == 1.0 else part.mul_(scale))
             seeds.append(None)
             del loss
         for name, root in begun.items():
