@@ -99,7 +99,7 @@ def test_the_emulated_device_swaps(tmp_path: Path) -> None:
 def test_state_on_disk_is_refused_in_a_line(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     recipe = ("--model", "tiny", "--data", str(trainer.text), "--disk", str(tmp_path))
-    done = elsewhere(*trainer.command("--run", "mine", *recipe)[3:])
+    done = elsewhere(*trainer.command("--run", "mine", *recipe, profile=True)[3:])
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("atom: state on disk needs Linux")
     assert "Traceback" not in done.stderr
