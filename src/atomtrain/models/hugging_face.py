@@ -110,6 +110,13 @@ class HuggingFaceConfig:
         """Whether it learns from no texts without images."""
         return needs_images(self.config)
 
+    @property
+    def router_share(self) -> float:
+        """What the loss of a mixture's routers counts, if `output_router_logits` has it told."""
+        inner = self.config.get("text_config") or self.config
+        share = inner.get("router_aux_loss_coef", self.config.get("router_aux_loss_coef", 0.0))
+        return float(share) if isinstance(share, int | float) else 0.0
+
     def __post_init__(self) -> None:
         """Keep of the configuration what may decide a model: it may come from a founder.
 

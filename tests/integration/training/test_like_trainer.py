@@ -17,6 +17,7 @@ from atomtrain.checkpoint import open_checkpoint
 from atomtrain.cli.main import main
 from atomtrain.data.examples import IGNORED
 from atomtrain.data.sampler import SamplerConfig
+from atomtrain.events import EVENTS_FILE, read_events
 from atomtrain.training.setup.state import recipe_of
 from atomtrain.training.setup.texts import read_text
 from tests.support.hugging_face_models import SENTENCE, UNTIED, write_model, write_text
@@ -84,6 +85,34 @@ def test_adapters() -> None:
         assert torch.equal(kept.get(wrapped, kept.get(f"base_model.model.{name}")), tensor)
 
 
+def test_losses_of_routers_count_as_in_transformers() -> None:
+    mixture = {
+        **UNTIED, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+        "output_router_logits": True, "router_aux_loss_coef": 0.5,
+    }  # fmt: skip
+    write_model(Path("model"), mixture)
+    peer = train("routed", steps=1)
+    model = hf.AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
+    batch = sampler_of(peer, "text.txt").batch(0)
+    with torch.no_grad():
+        # The numbers behind their own places, which transformers would move by one.
+        told = model(batch.inputs, labels=batch.labels, shift_labels=batch.labels)
+        text = model(batch.inputs, labels=batch.labels, shift_labels=batch.labels,
+                     output_router_logits=False)  # fmt: skip
+    assert losses_of(peer) == pytest.approx([float(told.loss)], abs=1e-5)
+    assert float(told.loss - text.loss) == pytest.approx(0.5 * float(told.aux_loss), abs=1e-5)
+    assert float(told.aux_loss) > 1
+    told_of = [e["loss"] for e in read_events(peer / EVENTS_FILE) if e["event"] == "evaluation"]
+    assert told_of, "held-out text was tried"
+    assert max(told_of) < float(text.loss) + 0.1, "its loss is of the text alone"
+
+
+def sampler_of(peer: Path, data: str) -> Any:
+    recipe, tokenizer = recipe_of(open_checkpoint(peer))
+    config = SamplerConfig(context_tokens=CONTEXT, sequences=SEQUENCES, seed=recipe.seed)
+    return read_text((data,), recipe.sizes, tokenizer).material.sampler(config, peer.name)
+
+
 def write_answers(file: Path) -> None:
     """Write rows whose answers have one word to ten."""
     words = SENTENCE.split()
@@ -97,10 +126,7 @@ def write_answers(file: Path) -> None:
 
 def rows_of(peer: Path, data: str) -> list[dict[str, Tensor]]:
     """Return the rows of a run's steps, in their order, as transformers wants them."""
-    recipe, tokenizer = recipe_of(open_checkpoint(peer))
-    config = SamplerConfig(context_tokens=CONTEXT, sequences=SEQUENCES, seed=recipe.seed)
-    drawn = read_text((data,), recipe.sizes, tokenizer).material.sampler(config, peer.name)
-    rows = []
+    drawn, rows = sampler_of(peer, data), []
     for step in range(STEPS):
         batch = drawn.batch(step)
         last = batch.labels[:, -1:].clamp(min=0)

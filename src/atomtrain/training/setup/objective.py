@@ -94,12 +94,24 @@ class OwnLoss(_LossOnly):
 class NextToken(_LossOnly):
     """Cross-entropy of the next token, of those that count."""
 
+    def __init__(self, router_share: float = 0.0) -> None:
+        """`router_share` is what the loss of a mixture's routers counts, if the model tells it."""
+        self._router_share = router_share
+
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the sum over a micro-batch's targets, divided by the targets a micro-batch has."""
+        """Return the sum over a micro-batch's targets, divided by the targets a micro-batch has.
+
+        In training the routers' loss is added, as `transformers` does; what an evaluation tells is
+        of the text alone.
+        """
         logits = output.logits.flatten(0, 1).float()
         targets = batch["targets"].flatten()
         total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-        return total / batch["mean_targets"]
+        mean: Tensor = total / batch["mean_targets"]
+        routers = getattr(output, "aux_loss", None)
+        if routers is None or not torch.is_grad_enabled():
+            return mean
+        return mean + self._router_share * routers
 
     def inputs(self, batch: Batch) -> MicroBatch:
         """Return what the model's forward takes of a batch: `[S, T]` each, but all images in turn.

@@ -259,7 +259,9 @@ def objective_of(recipe: Recipe) -> Objective:
         return Classification()
     if recipe.in_pairs:
         return preference_of(recipe)
-    return NextToken() if isinstance(recipe.sizes, HuggingFaceConfig) else OwnLoss()
+    if isinstance(recipe.sizes, HuggingFaceConfig):
+        return NextToken(recipe.sizes.router_share)
+    return OwnLoss()
 
 
 def preference_of(recipe: Recipe) -> PreferredAnswer:
