@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import atomtrain
 from atomtrain.errors import AnalysisError
@@ -131,9 +132,25 @@ def test_a_loss_has_weights_of_classes(micro_batches: int, segments: int) -> Non
 
 def test_what_is_trained_belongs_to_the_model() -> None:
     factor = nn.Parameter(torch.ones(5))
-    with pytest.raises(AnalysisError, match="is trained and belongs to no module"):
+    with pytest.raises(AnalysisError, match="is trained and is not given to it"):
         swap(Classes(), torch.randn(8, 16), loss=lambda output: (output * factor).mean())
     assert factor.grad is None
+
+
+class Recomputed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return result
+
+
+def test_layers_by_hand_recompute_nothing_themselves() -> None:
+    """Their weights are there while they are called, not in backward."""
+    model = nn.ModuleDict({"one": Recomputed(8, 8), "two": nn.Linear(8, 8)})
+    with pytest.raises(AnalysisError, match=r"take out torch\.utils\.checkpoint"):
+        atomtrain.swap(
+            model, torch.randn(2, 8), optimizer=adamw, device_memory="1MiB", device="emulated",
+            loss=lambda y: y.mean(), layers=["one", "two"],
+        )  # fmt: skip
 
 
 @pytest.mark.usefixtures("fastest_plans")

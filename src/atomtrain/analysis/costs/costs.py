@@ -150,8 +150,8 @@ class _Watcher(StorageTracker):
             if isinstance(given, Tensor) and given.requires_grad and type(given) is not FakeTensor:
                 raise AnalysisError(
                     f"the loss or a layer uses a tensor of shape {list(given.shape)} that is "
-                    "trained and belongs to no module of the model; make it a parameter of the "
-                    "model, or detach() it"
+                    "trained and is not given to it; make it a parameter of the model, or detach() "
+                    "it; take out torch.utils.checkpoint, for the engine recomputes by itself"
                 )
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if inside_bytes := attention_workspace_bytes(func, args, on_gpu=self._on_gpu):

@@ -49,7 +49,8 @@ def layers_by_hand(
             )
     reads = _first_reads(known[paths[0]], list(entries))
     layers: list[Layer] = []
-    with FakeTensorMode(), torch.no_grad():
+    # Layers may hold tensors that are neither parameters nor buffers.
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         values = [_fake(entries[name]) for name in reads]
         for index, path in enumerate(paths):
             count = 1 + sum(earlier == path for earlier in paths[:index])
