@@ -76,7 +76,8 @@ class Ending(nn.Module):
         """
         super().__init__()
         self._model, self.inputs = Aside(model), inputs
-        self._known_parts: _Parts | None = None
+        self._known_parts: list[_Parts] = []
+        """Of the inner model that there was last, at most one; no state of forward."""
         for name, child in model.named_children():
             if child is not model.base_model:
                 self.add_module(name, child)
@@ -150,12 +151,12 @@ class Ending(nn.Module):
     def _parts(self) -> _Parts:
         """Return the model's modules: looking for them takes as long as some of them."""
         inner = self._model.module.base_model
-        if self._known_parts is None or self._known_parts.inner is not inner:
+        if not self._known_parts or self._known_parts[0].inner is not inner:
             inside = list(inner.modules())
             known = {id(module) for module in inside}
             outside = [each for each in self._model.module.modules() if id(each) not in known]
-            self._known_parts = _Parts(inner, inside, outside)
-        return self._known_parts
+            self._known_parts[:] = [_Parts(inner, inside, outside)]
+        return self._known_parts[0]
 
 
 def has_ending(model: Any, example: Sequence[Tensor]) -> bool:
