@@ -76,7 +76,8 @@ def _merge(
 ) -> Merge:
     old = snapshot.anchor
     if values is None:
-        noise = torch.randn(old.values.numel(), generator=source) * 1e-4
+        # As large as what is bad, or that would be too far away to be tried.
+        noise = torch.randn(old.values.numel(), generator=source) * 0.02
         values = (snapshot.values + old.values) / 2 + noise
     velocity = torch.full_like(values, 0.5)
     stamp = Stamp(old.stamp.version + 1, old.stamp.tokens + 100, digest_of(values, velocity))
