@@ -108,7 +108,7 @@ class NextToken(_LossOnly):
         targets = batch["targets"].flatten()
         total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
         mean: Tensor = total / batch["mean_targets"]
-        routers = getattr(output, "aux_loss", None)
+        routers: Tensor | None = getattr(output, "aux_loss", None)
         if routers is None or not torch.is_grad_enabled():
             return mean
         return mean + self._router_share * routers
