@@ -193,9 +193,8 @@ def _check_assigned(model: nn.Module, exported: Exported, assigned: Mapping[str,
     """Raise `AnalysisError` if forward puts another tensor in the place of one that it reads
     before, or of a buffer that is saved: what it put there would be lost."""
     read = {name for node, (name, _) in exported.buffers.items() if node.users}
-    literals = {literal.data_ptr() for node, literal in exported.literals.items() if node.users} - {
-        0
-    }
+    literals = {literal.data_ptr() for node, literal in exported.literals.items() if node.users}
+    literals.discard(0)  # of those without data
     for name, was in assigned.items():
         path, _, last = name.rpartition(".")
         module = model.get_submodule(path)
