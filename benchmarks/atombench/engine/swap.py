@@ -110,7 +110,7 @@ def run(options: BenchmarkOptions, setup: SwapSetup | None = None) -> Result:
         "heap_kept": heap_kept,
         **run_cases(setup, budget_bytes),
         **run_link(setup),
-        **run_updates(setup, budget_bytes // 2),  # as large a share of a state half as large
+        **run_updates(setup),
         **measured.keys(),
         "device_budget_bytes": budget_bytes,
         "state_bytes": state_bytes,
@@ -203,16 +203,18 @@ def _case(name: str, setup: SwapSetup, budget_bytes: int, **options: Any) -> Res
     }
 
 
-def run_updates(setup: SwapSetup, budget_bytes: int) -> Result:
-    """Measure steps of few tokens in float32 with 8-bit moments; return keys of this part.
+def run_updates(setup: SwapSetup) -> Result:
+    """Measure steps of few tokens in bfloat16 with 8-bit moments; return keys of this part.
 
-    The host's updates bound them, as they do larger steps where compute is as fast as a GPU's. Two
-    engines train by turns, one by the compiled core, the other with the core turned off, and must
-    end with the same losses.
+    The model is that of the case `wide`. PyTorch's updates bound these steps, as they do larger
+    ones where compute is as fast as a GPU's. Two engines train by turns, one by the compiled core,
+    the other with the core turned off, and must end with the same losses.
     """
     setup = dataclasses.replace(
-        setup, sequence_tokens=setup.update_tokens, sequences=1, micro_batches=1
+        wider(setup), sequence_tokens=setup.update_tokens, sequences=1, micro_batches=1
     )
+    # As large a share of a state half as large.
+    budget_bytes = sizes_of(setup).budget_bytes // 2
     progress(f"bound by updates: {setup.tokens_per_step} tokens a step")
     ways: dict[str, list[Block]] = {"compiled": [], "torch": []}
     with ExitStack() as stack:
@@ -242,14 +244,14 @@ def run_updates(setup: SwapSetup, budget_bytes: int) -> Result:
 
 @contextmanager
 def _narrow(setup: SwapSetup, budget_bytes: int) -> Iterator[atomtrain.Engine]:
-    """Lend an engine with 8-bit moments and clipping."""
+    """Lend an engine in bfloat16 with exact masters, 8-bit moments and clipping."""
     torch.manual_seed(setup.seed)
     with (
         threads_of(setup.threads),
         atomtrain.swap(
-            model_of(setup),
+            model_of(setup).to(torch.bfloat16),
             step_data(setup)[0],
-            optimizer=lambda parameters: AdamW(parameters, lr=1e-4, state="int8"),
+            optimizer=lambda parameters: AdamW(parameters, lr=1e-4, state="int8", master="split"),
             device=f"emulated:{int(setup.link_bytes_per_s)}B/s",
             device_memory=budget_bytes,
             options=atomtrain.Options(clip_norm=1.0),

@@ -78,10 +78,10 @@ class SwapSetup:
     """Blocks of the GPT there."""
     link_micro_batches: int = 8
     """Micro-batches in a step there, each of one sequence."""
-    update_pairs: int = 15
+    update_pairs: int = 9
     """Pairs of steps bound by updates, by the compiled core and by PyTorch; at least 1."""
-    update_tokens: int = 16
-    """Sequences in their only micro-batch."""
+    update_tokens: int = 512
+    """Tokens in their only sequence."""
     warmup_steps: int = 2
     """Steps of each before the first pair; at least 1."""
     seed: int = 0
