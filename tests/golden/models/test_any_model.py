@@ -172,8 +172,19 @@ def hooked() -> nn.Sequential:
     return model
 
 
+class SavesElsewhere(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return super().forward(x)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
-    "make", [lambda: Doubled(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), hooked]
+    "make",
+    [
+        lambda: Doubled(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
+        lambda: SavesElsewhere(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
+        hooked,
+    ],
 )
 def test_a_sequential_may_do_more_than_its_modules(make: Callable[[], nn.Module]) -> None:
     def square(output: Tensor) -> Tensor:

@@ -389,6 +389,12 @@ class Hooks(nn.Linear):
         return y
 
 
+class SavesLess(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.bfloat16, Tensor.float):
+            return super().forward(x).relu()
+
+
 class WritesInput(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         x += 1  # this line
@@ -455,6 +461,7 @@ class Autocast(nn.Linear):
         (KeepsTensor, r"puts another tensor in the place of 'before'"),
         (PutsBuffer, r"puts another tensor in the place of 'before'"),
         (Hooks, r"calls register_hook on a tensor"),
+        (SavesLess, r"hooks into what autograd saves"),
         (WritesInput, r"changes its input in place at .*test_export\.py:\d+"),
         (WritesWeight, r"changes a parameter in place at .*test_export\.py:\d+"),
         (WritesRow, r"changes a parameter in place at .*test_export\.py:\d+"),

@@ -22,6 +22,7 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch._subclasses.meta_utils import MetaTensorDescriber
+from torch.autograd.graph import saved_tensors_hooks
 
 from atomtrain.errors import AnalysisError
 
@@ -267,7 +268,10 @@ def check_side_effects(
 
 @contextmanager
 def without_hooks() -> Iterator[None]:
-    """Refuse forward to hook into gradients, which no traced operation would do.
+    """Refuse forward to hook into gradients, or into what autograd saves: no graph would do it.
+
+    Those that torch itself hooks into what is saved, to put it elsewhere or to recompute it, give
+    back the same values, so a graph without them has the same gradients.
 
     Raises:
         AnalysisError: within, where it does.
@@ -285,11 +289,24 @@ def without_hooks() -> Iterator[None]:
 
         return hook
 
+    me, enter = threading.get_ident(), saved_tensors_hooks.__enter__
+
+    def entered(hooks: saved_tensors_hooks) -> None:
+        own = getattr(hooks.pack_hook, "__module__", None) or ""
+        if threading.get_ident() == me and not own.startswith("torch."):
+            raise AnalysisError(
+                "forward hooks into what autograd saves (saved_tensors_hooks), which swapped "
+                f"training would not do; leave it out, {MANUAL}"
+            )
+        enter(hooks)
+
     for name in _TENSOR_HOOKS:
         setattr(Tensor, name, instead(name))
+    saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
     try:
         yield
     finally:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
         for name, call in usual.items():
             setattr(Tensor, name, call)
 
