@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -340,6 +341,16 @@ class KeepsCount(nn.Linear):
         return super().forward(x) * self.count
 
 
+class KeepsArray(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.calls = np.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        return super().forward(x)
+
+
 class KeepsList(nn.Linear):
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
@@ -456,6 +467,7 @@ class Autocast(nn.Linear):
         (Scales, r"changes the attribute 'ready' of module ''"),
         (Shifts, r"changes the attribute 'ready' of module ''"),
         (KeepsCount, r"changes the attribute 'count' of module ''"),
+        (KeepsArray, r"changes the attribute 'calls' of module ''"),
         (KeepsList, r"changes the attribute 'seen' of module ''"),
         (KeepsOutput, r"changes the attribute 'before' of module ''"),
         (KeepsTensor, r"puts another tensor in the place of 'before'"),

@@ -35,6 +35,8 @@ _ROW_BYTES = 16
 _TRACING = threading.RLock()
 """Held while a model is traced, which exchanges functions of the whole process."""
 _TENSOR_HOOKS = "register_hook", "register_post_accumulate_grad_hook"
+_HOLDERS = (list, dict, set, np.ndarray)
+"""Types of what forward could keep values in."""
 _GONE = object()
 
 
@@ -200,12 +202,18 @@ def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     plain = (bool, int, float, str, type(None))
     return {
         path: {
-            name: len(value) if isinstance(value, list | dict | set) else value
+            name: _kept(value)
             for name, value in vars(module).items()
-            if isinstance(value, plain) or (isinstance(value, list | dict | set) and name[0] != "_")
+            if isinstance(value, plain) or (isinstance(value, _HOLDERS) and name[0] != "_")
         }
         for path, module in model.named_modules()
     }
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    return len(value) if isinstance(value, _HOLDERS) else value
 
 
 def held_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -242,7 +250,7 @@ def left_by(model: nn.Module, after: Mapping[str, Mapping[str, Any]]) -> Iterato
         changed.append((own, {name: own[name] for name in known}))
         for name, was in known.items():
             now = left.get(name, _GONE)
-            if now == was or isinstance(own[name], dict | set):
+            if now == was or isinstance(own[name], dict | set | np.ndarray):
                 continue
             if isinstance(own[name], list):
                 own[name] = [None] * now
