@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.state.precision import KeepsMasters
 from atomtrain.engine.state.whole_optimizer import check_step_hooks
+from atomtrain.engine.updates.independence import check_independence
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.disk import StateBytes, States
 from atomtrain.planning.plan.updating import ParameterUpdate, UpdateModel, two_moments, work_of
@@ -74,7 +75,8 @@ def optimizer_of(chain: Chain, factory: OptimizerFactory) -> torch.optim.Optimiz
     """Return what the factory makes of all trainable parameters (host tensors).
 
     Raises:
-        ConfigError: nothing is trainable, or the factory returned no optimizer.
+        ConfigError: nothing is trainable, or the factory returned no optimizer, or one whose
+            parameters depend on each other.
     """
     trainable = [p for p in chain.parameters if p.requires_grad]
     if not trainable:
@@ -85,6 +87,7 @@ def optimizer_of(chain: Chain, factory: OptimizerFactory) -> torch.optim.Optimiz
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer=... must return a torch.optim.Optimizer, not {optimizer!r}")
     check_step_hooks(optimizer)
+    check_independence(optimizer)
     return optimizer
 
 
