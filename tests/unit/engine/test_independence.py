@@ -100,3 +100,8 @@ def test_what_does_not_or_cannot_be_tried_is_taken_and_nothing_changes(
     assert not optimizer.state
     assert "calls" not in optimizer.param_groups[0]
     assert not getattr(optimizer, "steps", [])
+
+
+def test_a_loss_that_is_computed_again_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"LBFGS computes the loss again within its step"):
+        check_independence(torch.optim.LBFGS(parameters()))

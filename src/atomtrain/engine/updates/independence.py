@@ -8,6 +8,7 @@ loop, and nothing would say so.
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -28,9 +29,16 @@ def check_independence(optimizer: torch.optim.Optimizer) -> None:
     is said.
 
     Raises:
-        ConfigError: the results differ, or random numbers are drawn: blocks are updated in an order
-            of their own, beside the passes of the next step.
+        ConfigError: it needs a closure, the results differ, or random numbers are drawn: blocks are
+            updated in an order of their own, beside the passes of the next step.
     """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__} computes the loss again within its step (closure), and "
+            "blocks of parameters are updated one by one; use an optimizer that needs gradients "
+            "only, such as torch.optim.AdamW"
+        )
     if type(optimizer).__module__.startswith(_KNOWN):
         return
     for group in optimizer.param_groups:
