@@ -117,9 +117,9 @@ def follow_clocks(file: Path) -> None:
 
     with file.open("rb") as opened:
         ahead_s = mmap.mmap(opened.fileno(), 16, prot=mmap.PROT_READ)
-    day, steady = time.time, directory._steady_s
+    day, steady = time.time, directory.steady_s
     tell_time(lambda: day() + struct.unpack("dd", ahead_s)[0])
-    directory._steady_s = lambda: steady() + struct.unpack("dd", ahead_s)[1]
+    directory.steady_s = lambda: steady() + struct.unpack("dd", ahead_s)[1]
 
 
 def misbehave(kind: str) -> None:

@@ -27,6 +27,11 @@ _SLACK_S = 3600.0
 """What clocks may be wrong by, and what a round may be ahead of its time."""
 
 
+def steady_s() -> float:
+    """Return the seconds of a clock that nobody sets, and that goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 @dataclass(frozen=True)
 class Stamp:
     """Which anchor this is: version, tokens that went into it, and hash of its bytes."""

@@ -8,7 +8,6 @@ here; a trainer that has nothing else to do can.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ import torch
 from atomtrain.swarm.anchors.anchor_store import AnchorStore, FragmentAccess, GradientAccess
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot
 from atomtrain.swarm.anchors.losses import Judge
-from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.stamps import Stamp, steady_s
 from atomtrain.swarm.anchors.trial import Refusal, Trial
 
 
@@ -94,7 +93,7 @@ class TrainerMailbox:
         """What judges merges; None: nothing does."""
         return self._trial
 
-    def use_judge(self, judge: Judge, clock: Callable[[], float] = time.monotonic) -> None:
+    def use_judge(self, judge: Judge, clock: Callable[[], float] = steady_s) -> None:
         """Have merges judged by the loss that `judge` returns; `clock` says what that takes."""
         self._trial = Trial(judge, self.store, self._lock, self.on_refusal, clock)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -32,7 +31,7 @@ from atomtrain.swarm.anchors.anchors import Anchor, Merge, whole
 from atomtrain.swarm.anchors.buffer_pool import pooled_copy
 from atomtrain.swarm.anchors.losses import Cost, Judge, Losses
 from atomtrain.swarm.anchors.moves import Moves
-from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.stamps import Stamp, steady_s
 
 _log = logging.getLogger("atomtrain.swarm")
 _HELD_S = 600.0
@@ -69,7 +68,7 @@ class Trial:
         store: AnchorStore,
         lock: AbstractContextManager[object],
         on_refusal: Callable[[Refusal], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = steady_s,
     ) -> None:
         """Judge merges into `store`, which is used under `lock` only.
 
@@ -79,7 +78,7 @@ class Trial:
         self._judge, self._store, self._lock, self._clock = judge, store, lock, clock
         self._cost = Cost(clock)
         self._losses = Losses()
-        self._moves = Moves()
+        self._moves = Moves(clock)
         self._last = math.nan
         """The loss when merges were last judged; not a number before that."""
         self._good: dict[int, Anchor] = {}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from atomtrain.errors import BadMessage, SwarmError
+from atomtrain.swarm.anchors.stamps import steady_s
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.records import RecordReader, sign_record
 from atomtrain.swarm.transport.identity import Identity
@@ -242,7 +243,7 @@ class SwarmClock:
         """`offset_s`: by how much the swarm's time is ahead of this machine's, `error_s` at most
         more or less."""
         self.offset_s, self.error_s = offset_s, error_s
-        self._base_s = time.time() + offset_s - _steady_s()
+        self._base_s = time.time() + offset_s - steady_s()
 
     @classmethod
     def measured(cls, asked_s: float, told_s: float, answered_s: float) -> SwarmClock:
@@ -257,8 +258,4 @@ class SwarmClock:
 
     def __call__(self) -> float:
         """Return the swarm's time."""
-        return self._base_s + _steady_s()
-
-
-def _steady_s() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+        return self._base_s + steady_s()

@@ -23,6 +23,7 @@ from atomtrain.swarm.rounds.proofs import Proven
 from atomtrain.swarm.rounds.round_member import RoundMember
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import (
+    AskAgain,
     Begin,
     Contribution,
     Decline,
@@ -303,7 +304,7 @@ class Rounds:
         except (SwarmError, TimeoutError) as error:
             _log.info("catching up for round %s: %s", invite.round_id, error)
 
-    async def take(self, channel: Channel, header: Contribution) -> None:
+    async def take(self, channel: Channel, header: Contribution | AskAgain) -> None:
         """Serve a slice stream of the round under way; raises `LinkLost` or `BadMessage`."""
         member = self._following.get(header.round_id)
         if member is None:

@@ -36,6 +36,7 @@ from atomtrain.swarm.transport.buckets import Bounds
 from atomtrain.swarm.transport.messages import (
     OPENING_BYTES_MAX,
     Accuse,
+    AskAgain,
     AskAnchor,
     AskCertificate,
     AskDial,
@@ -66,7 +67,7 @@ _DIALLED_AT_ONCE = 32
 _PAUSE_BEATS = 8.0
 _OPENING = (
     Accuse, AskCertificate, AskManifest, AskStatus, Ping, AskDial, HoldOn, RelayTo, TakeCall,
-    Propose, Invite, Contribution,
+    Propose, Invite, Contribution, AskAgain,
 )  # fmt: skip
 
 
@@ -352,7 +353,7 @@ class Service:
                 return _After.CLOSE_WHEN_READ
             self._bounds.called_for(channel)
             return _After.CLOSE
-        elif isinstance(message, Contribution):
+        elif isinstance(message, Contribution | AskAgain):
             await self._rounds.take(channel, message)
             self._bounds.called_for(channel)
         elif isinstance(message, AskDial):

@@ -61,14 +61,14 @@ class Contributions:
         """Let go of them: nobody will ask to see them."""
         self._own.clear()
 
-    def encode(self, piece: Span, index: int) -> Encoded:
+    def encode(self, piece: Span, index: int, *, again: bool = False) -> Encoded:
         """Return a piece of the contribution to a slice; keep what encoding loses, if that counts.
 
-        May run on a worker.
+        With `again` it is kept already. May run on a worker.
         """
         values = self._values(piece)
         square = square_of(values) or 0.0
-        data = self._encode(values, piece)
+        data = self._encode(values, piece, again=again)
         sent_square = square if self._setup.codec.exact else square_of(values) or 0.0
         return Encoded(data, square, leaves_of(values, self._spans[index].elements), sent_square)
 
@@ -93,9 +93,9 @@ class Contributions:
         out = self._memory.empty(4 * span.elements).view(torch.float32)
         return self._setup.snapshot.contribution(span, out)
 
-    def _encode(self, values: torch.Tensor, piece: Span) -> memoryview:
+    def _encode(self, values: torch.Tensor, piece: Span, *, again: bool = False) -> memoryview:
         """Return the bytes of values, which become what these decode to; keep what is lost."""
-        codec, lost = self._setup.codec, self._setup.snapshot.lost
+        codec, lost = self._setup.codec, None if again else self._setup.snapshot.lost
         if lost is not None:
             lost = lost[piece.start : piece.stop]
         data = codec.encode(values, None if codec.exact else values, lost)

@@ -6,7 +6,8 @@ in both directions: first the sender's contributions to the receiver's slices, t
 the sender's own. So a slow link has something to carry from the first byte to the last: while means
 wait for the slowest contribution there are others to send, and means go over streams whose windows
 are open by then. Last, each audits one of the other's means on the lane. What happens to a slice at
-its owner is in `owning`; what an audit shows, in `audits`.
+its owner is in `owning`; what an audit shows, in `audits`; what becomes of a liar's slices, in
+`retaking`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from atomtrain.swarm.rounds.owning import (
     mean_codec,
     mean_digest,
 )
-from atomtrain.swarm.transport.messages import Begin, Change, Contribution, Mean
+from atomtrain.swarm.rounds.retaking import Retaking
+from atomtrain.swarm.transport.messages import AskAgain, Begin, Change, Contribution, Mean
 from atomtrain.swarm.transport.transport import Channel, LinkLost, begun
 
 
@@ -80,15 +82,18 @@ class Exchange:
         own = self._contributions.own
         self._auditor = Auditor(setup, begin, self._lanes, self._owned, own, self._bases)
         self._until_s = asyncio.get_running_loop().time() + begin.exchange_s
+        self._retaking = Retaking(
+            setup, begin, self._spans, self._contributions, self._auditor.seal, self._own
+        )
 
-    def _own(self, index: int) -> OwnedSlice:
+    def _own(self, index: int, kind: type[OwnedSlice] = OwnedSlice) -> OwnedSlice:
         setup, begin, span = self._setup, self._begin, self._spans[index]
         reduction = SliceReduction(span.elements, begin.weights, setup.guard)
         for member, peer_id in enumerate(begin.members):
             if peer_id in setup.excluded:
                 reduction.lose(member)
         place, codec = self._place(index), setup.codec
-        return OwnedSlice(
+        return kind(
             index, place, begin, codec, setup.offload, reduction, self._memory, setup.verify,
             setup.sign,
         )  # fmt: skip
@@ -112,6 +117,11 @@ class Exchange:
         for member in self._auditor.unproven:
             for index in range(member * self._each, (member + 1) * self._each):
                 self._means[index] = None
+        counted = self._counted()
+        retaken = await self._retaking.run(self._auditor.lied, self._until_s)
+        for index, mean in retaken.items():
+            self._means[index] = mean
+        self._channels += self._retaking.channels
         slices = owned.values()
         rejected = {members[i]: w for one in slices for i, w in one.reduction.rejected.items()}
         rejected |= self._wrong_means | self._auditor.lied
@@ -119,7 +129,6 @@ class Exchange:
         accepted = tuple(members[i] for i in sorted(everywhere))
         held = (self._means, self._channels, self._values)
         lied, proofs = self._auditor.lied, self._auditor.proofs
-        counted = self._counted()
         return ExchangeResult(*held, rejected, lied, accepted, counted, self._bases, proofs)
 
     def _counted(self) -> dict[str, bool]:
@@ -132,8 +141,10 @@ class Exchange:
                 counted[peer_id] = all(came)
         return counted
 
-    async def serve(self, channel: Channel, header: Contribution) -> None:
+    async def serve(self, channel: Channel, header: Contribution | AskAgain) -> None:
         """Take a lane that another member has opened; return when nothing goes over it any more.
+
+        Or answer a member that takes a liar's slices again.
 
         Raises:
             BadMessage: it is not in the group, or this is none of its lanes.
@@ -142,6 +153,10 @@ class Exchange:
         members, peer_id = self._begin.members, channel.remote
         if peer_id not in members or peer_id == self._setup.peer_id:
             raise BadMessage(f"peer {peer_id[-8:]} is not in this round")
+        if isinstance(header, AskAgain):
+            async with asyncio.timeout_at(self._until_s):
+                await self._retaking.answer(channel, header)
+            return
         member = members.index(peer_id)
         lane = Lane(member, header.lane, mine=False)
         self._auditor.hear(lane, header)

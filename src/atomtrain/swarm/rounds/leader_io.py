@@ -74,6 +74,7 @@ class LeaderIO:
             ),
             lowered=partial(context.standing.lowered, context.peer_id),
             leader=context.peer_id,
+            trusted=context.roster.trusts,
         )
         self._round = LeaderRound(call, [r.peer_id for r in members], self._loop.time())
 

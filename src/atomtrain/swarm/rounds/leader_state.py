@@ -69,6 +69,8 @@ class RoundCall:
     """What members weigh, of what they claim, by what the leader has seen of them."""
     leader: str = ""
     """Who leads."""
+    trusted: Callable[[str], bool] = lambda _: True
+    """Whether a member counts: not if the leader has caught it lying in this very exchange."""
 
 
 Outgoing = list[tuple[str, Message]]
@@ -245,7 +247,7 @@ class LeaderRound:
         If there is none, whoever holds least of what most hold is left out, as if it had died: it
         must not be able to keep the others from averaging. Two thirds of the group remain.
         """
-        survivors = sorted(self._held)
+        survivors = sorted(filter(self.call.trusted, self._held))
         while not (agreed := self._alike(survivors)):
             if 3 * (len(survivors) - 1) < 2 * len(self.group) or len(survivors) < 3:
                 abandon = Abandon(reason="no slice reached everybody" + self._why())

@@ -266,7 +266,10 @@ class OwnedSlice:
             data = byte_view(self._memory.empty(self._codec.encoded_bytes(stop - start)))
             await channel.receive_into(data)
             pieces.append(data)
-        seal = await channel.receive(Seal, self._begin.exchange_s)
+        await self.put(member, pieces, await channel.receive(Seal, self._begin.exchange_s))
+
+    async def put(self, member: int, pieces: list[memoryview], seal: Seal) -> None:
+        """Take a member's contribution as it travels."""
         if member in self.reduction.awaited:
             async with self._adding:
                 await self._offload(self._add, member, pieces, seal)

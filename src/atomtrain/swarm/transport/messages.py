@@ -358,6 +358,17 @@ class Evidence(Message, frozen=True, kw_only=True):
     paths: Texts
 
 
+class AskAgain(Message, frozen=True, kw_only=True):
+    """To a contributor, when its exchange is over: its contributions to a proven liar's slices.
+
+    It is answered with itself; by slice the contribution follows as it went to the owner, and its
+    `Seal`. `owner` is the liar's index in the group.
+    """
+
+    round_id: Text
+    owner: Count
+
+
 class Accuse(Message, frozen=True, kw_only=True):
     """A member has seen that a peer, as an owner, has lied, and can prove it."""
 

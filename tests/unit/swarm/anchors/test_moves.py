@@ -88,6 +88,78 @@ def test_who_has_seen_tiny_moves_only_has_seen_little() -> None:
     assert moves.objection(0, own, anchor(1.0 + 1.01 * away, 30))
 
 
+def paced() -> tuple[Moves, list[float]]:
+    """Return the moves of a peer whose rounds took 10 and 20 s, at version 3; and its clock."""
+    now_s = [0.0]
+    moves = Moves(lambda: now_s[0])
+    for version, at_s in enumerate((0.0, 10.0, 30.0), 1):
+        now_s[0] = at_s
+        moves.note(0, anchor(0.0, version - 1), anchor(0.25, version))
+    return moves, now_s
+
+
+@pytest.mark.parametrize(
+    ("later_s", "claimed", "believed"),
+    [(0.0, 4, 3), (9.9, 4, 3), (10.0, 4, 4), (25.0, 4, 4), (25.0, 5, 5), (25.0, 10**9, 5),
+     (10_000.0, 10**9, 1003), (25.0, 1, 1)],
+)  # fmt: skip
+def test_of_versions_that_are_claimed_those_count_that_there_was_time_for(
+    later_s: float, claimed: int, believed: int
+) -> None:
+    """The shortest round took 10 s."""
+    moves, now_s = paced()
+    own = anchor(1.0, 3)
+    now_s[0] += later_s
+    room = 0.25 * FACTOR * (1 + abs(believed - 3))
+    assert moves.explain(0, own, anchor(1.0 + 0.99 * room, claimed))
+    assert not moves.explain(0, own, anchor(1.0 + 1.01 * room, claimed))
+    most = 0.25 * FACTOR * (1 + 3 + believed)
+    assert not moves.objection(0, own, anchor(1.0 + 0.99 * most, claimed))
+    said = moves.objection(0, own, anchor(1.0 + 1.01 * most, claimed))
+    assert f"further than {1 + 3 + believed} rounds" in said
+
+
+def test_an_anchor_of_ones_own_that_was_fetched_since_is_believed() -> None:
+    moves, _ = paced()
+    own = anchor(1.0, 50)
+    assert moves.explain(0, own, anchor(1.0 + 0.25 * FACTOR * 0.99, 60))
+    assert not moves.explain(0, own, anchor(1.0 + 0.25 * FACTOR * 1.01, 60))
+
+
+def test_who_has_been_in_one_round_does_not_know_how_long_they_take() -> None:
+    moves = Moves(lambda: 7.0)
+    moves.note(0, anchor(0.0), anchor(0.25, 1))
+    moves.note(0, anchor(0.0, 1), anchor(0.25, 2))  # at once: of rounds that are judged together
+    assert moves.explain(0, anchor(0.0, 2), anchor(0.25 * FACTOR * 90, 100))
+
+
+@pytest.mark.parametrize(("later_s", "tried"), [(0.0, False), (100_000.0, True)])
+def test_a_claim_of_many_versions_has_nothing_tried_that_is_too_far(
+    later_s: float, tried: bool
+) -> None:
+    peer, asked, now_s = Peer(), [0], [0.0]
+
+    def judge() -> float:
+        asked[0] += 1
+        return 1.0
+
+    peer.mailbox.use_judge(judge, lambda: now_s[0])
+    for number in range(3):
+        now_s[0] += 10.0
+        values = peer.store.anchor(0).values
+        peer.mailbox.leave_merge(peer.round(values + 0.002 * (number + 1)), report())
+        assert [said.outcome for said in peer.cross(0)] == ["averaged"]
+    now_s[0] += later_s
+    before = asked[0]
+    values = torch.full((ELEMENTS,), 5.0)
+    stamp = Stamp(10_000, 10**6, digest_of(values, None))
+    merge = Merge(0, Anchor(values, None, stamp), whole(ELEMENTS), donor="liar")
+    peer.mailbox.leave_merge(merge, report("fetched"))
+    [said] = peer.cross(0)
+    assert said.outcome == ("fetched" if tried else "refused")
+    assert (asked[0] > before) == tried
+
+
 @pytest.mark.parametrize(("after", "refused"), [(3.14, False), (3.16, True), (2.0, False)])
 def test_the_close_margin_is_a_quarter_of_the_usual_one(after: float, refused: bool) -> None:
     assert bool(Losses().objection(after, 3.0, close=True)) == refused
