@@ -14,6 +14,7 @@ from atomtrain.engine.calibration.machines import catalogue_gpu
 from atomtrain.engine.devices import cuda, gpus
 from atomtrain.engine.devices.devices import open_device
 from atomtrain.errors import ConfigError
+from atomtrain.training.tools import doctor
 
 GIB = 1 << 30
 
@@ -124,6 +125,29 @@ def test_a_card_that_others_use(driver: Driver) -> None:
     assert gpus.budget_of(cuda.CUDA, 0, 20 * GIB) == 20 * GIB, (
         "this process can use again what it has"
     )
+
+
+@pytest.mark.parametrize(
+    "why", ["CUDA error: out of memory", "CUDA error: CUDA-capable device(s) is/are busy"]
+)
+def test_a_card_that_others_have_to_themselves(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Asking for its memory already starts the driver, which takes some of it."""
+
+    def refuse(_: int) -> None:
+        raise RuntimeError(f"{why}\nCompile with TORCH_USE_CUDA_DSA to enable assertions.\n")
+
+    driver.count = 1
+    monkeypatch.setattr("torch.cuda.mem_get_info", refuse)
+    assert refusal() == (
+        f"CUDA device 0 cannot be used: {why}; end what uses it (nvidia-smi lists it), or give "
+        "another device"
+    )
+    [found] = doctor._device()
+    assert (found.check, found.state) == ("cuda:0", doctor.PROBLEM)
+    assert found.detail == f"CUDA device 0 cannot be used: {why}"
+    assert found.fix.startswith("end what uses it")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from atomtrain.errors import ConfigError, reason_of
+
 
 def built_without(what: str) -> str:
     """Return what to do about a torch that reaches no GPU of a kind."""
@@ -105,8 +107,18 @@ class Vendor(ABC):
         """Return what a GPU is."""
 
     def memory(self, index: int) -> Memory:
-        """Return what a GPU has of memory now."""
-        return Memory(str(self.api.get_device_name(index)), *self.api.mem_get_info(index))
+        """Return what a GPU has of memory now; starts its driver.
+
+        Raises:
+            ConfigError: others have it to themselves, or all of its memory.
+        """
+        try:
+            return Memory(str(self.api.get_device_name(index)), *self.api.mem_get_info(index))
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{self.title} device {index} cannot be used: {reason_of(error)}; end what uses it "
+                f"({self.listing()} lists it), or give another device"
+            ) from error
 
     def capability(self, gpu: torch.device | int) -> tuple[int, ...]:
         """Return the generation of a GPU's instructions, if its maker counts them."""

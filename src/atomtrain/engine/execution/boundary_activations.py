@@ -24,11 +24,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atomtrain.analysis.costs.storages import is_dense, placed, placed_bytes, span_bytes, span_of
+from atomtrain.analysis.costs.storages import (
+    is_contiguous,
+    is_dense,
+    placed,
+    placed_bytes,
+    span_bytes,
+    span_of,
+)
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.host_memory import HostPool
-from atomtrain.engine.devices.streams import Event
+from atomtrain.engine.devices.streams import Event, Job
 from atomtrain.planning.cost.timeline import label_of
 from atomtrain.planning.plan.plan import Plan
 from atomtrain.planning.plan.shape import Boundary, Layers, Phase, Visit
@@ -47,6 +54,17 @@ class _Held:
     """The host buffer behind `host`, if it goes back to the pool."""
     saved: Event | None = None
     fetched: Event | None = None
+    """Of all that came in the same job."""
+    way: _Way | None = None
+    """How `host` comes to the device: found out once, since most values come for many visits."""
+
+
+class _Way(NamedTuple):
+    """How a value on the host comes to the device."""
+
+    n_bytes: int
+    alike: bool
+    """Whether a new tensor of its shape lies in memory as it does."""
 
 
 class Saved(NamedTuple):
@@ -140,29 +158,38 @@ class BoundaryActivations:
 
     def away_bytes(self, micro_batch: int, names: Iterable[str]) -> int:
         """Return the bytes of those values that are on the host only."""
-        return sum([_moved_bytes(held) for held in self._away(micro_batch, names)])
+        return sum([_way_of(held).n_bytes for held in self._away(micro_batch, names)])
 
     def prefetch(self, micro_batch: int, names: Iterable[str], label: str | None = None) -> int:
-        """Begin to bring values to the device; return their bytes. `label` names that in traces."""
+        """Begin to bring values to the device, in one job; return their bytes. `label` names it in
+        traces."""
         n_bytes = 0
+        coming, copies = list[_Held](), list[tuple[Tensor, Tensor]]()
+        # The memory may have served compute a moment ago, so the copies wait for compute too.
+        after = list[Event]()
         for held in self._away(micro_batch, names):
-            n_bytes += _moved_bytes(held)
+            way = _way_of(held)
+            n_bytes += way.n_bytes
             if self._device.one_memory:
                 held.device = held.host
                 continue
             source = held.host
-            if held.given and span_bytes(source) > source.nbytes:
-                target = brought = self._device.empty(tuple(source.shape), source.dtype)
+            if way.alike:
+                target = brought = self._device.empty(source.shape, source.dtype)
             else:
                 memory = self._device.empty((placed_bytes(source),), torch.uint8)
                 brought = placed(memory, source)
                 source, target = _to_copy(source), _to_copy(brought)
-            # The memory may have served compute a moment ago, so the copy waits for compute too.
-            after = [self._device.mark()]
+            copies.append((target, source))
             if held.saved is not None:
                 after.append(held.saved)
-            held.fetched = self._device.fetch.submit(self._copy_in(target, source), after, label)
             held.device = brought
+            coming.append(held)
+        if coming:
+            after.append(self._device.mark())
+            fetched = self._device.fetch.submit(self._copy_in(copies), after, label)
+            for held in coming:
+                held.fetched = fetched
         return n_bytes
 
     def _away(self, micro_batch: int, names: Iterable[str]) -> list[_Held]:
@@ -217,8 +244,12 @@ class BoundaryActivations:
         for micro_batch, name in list(self._held):
             self.forget(micro_batch, [name])
 
-    def _copy_in(self, target: Tensor, source: Tensor) -> Any:
-        return lambda: self._device.copy_in(target, source)
+    def _copy_in(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Job:
+        def copy() -> None:
+            for target, source in copies:
+                self._device.copy_in(target, source)
+
+        return copy
 
 
 def _to_copy(value: Tensor) -> Tensor:
@@ -226,9 +257,18 @@ def _to_copy(value: Tensor) -> Tensor:
     return value if is_dense(value) else span_of(value)
 
 
-def _moved_bytes(held: _Held) -> int:
-    n_bytes: int = span_bytes(held.host)
-    return min(n_bytes, held.host.nbytes) if held.given else n_bytes
+def _way_of(held: _Held) -> _Way:
+    if held.way is None:
+        held.way = _way(held.host, given=held.given)
+    return held.way
+
+
+def _way(value: Tensor, *, given: bool) -> _Way:
+    n_bytes = span_bytes(value)
+    if given and n_bytes > value.nbytes:  # without the gaps between its rows
+        return _Way(value.nbytes, alike=True)
+    alike = placed_bytes(value) == value.nbytes and is_contiguous(value)
+    return _Way(n_bytes, alike)
 
 
 class Wanted(NamedTuple):

@@ -27,7 +27,14 @@ import torch
 from torch import Tensor
 
 from atomtrain.analysis.costs.rematerialization import RematerializedStorage, Unpack
-from atomtrain.analysis.costs.storages import LiveStorages, View, seen_as, view_at, view_of
+from atomtrain.analysis.costs.storages import (
+    LiveStorages,
+    View,
+    contiguous_strides,
+    seen_as,
+    view_at,
+    view_of,
+)
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.streams import Event, Job
@@ -56,6 +63,12 @@ def package_of(tensor: Tensor) -> Package:
     if n_bytes % dtype.itemsize:
         dtype = torch.uint8
     return Package(n_bytes, dtype, (n_bytes // dtype.itemsize,))
+
+
+def view_in(package: Package, view: View) -> View | None:
+    """Return where a tensor lies in what comes back, or `None` if it is all of that as it is."""
+    comes = View(package.dtype, 0, torch.Size(package.shape), contiguous_strides(package.shape))
+    return None if view == comes else view
 
 
 class SentStorage:

@@ -14,7 +14,7 @@ from atomtrain.analysis.costs.storages import View, seen_as, view_of
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.engine.devices.gpus import attention_kernels
-from atomtrain.engine.execution.offload import Package, Parcel, SentStorage
+from atomtrain.engine.execution.offload import Package, Parcel, SentStorage, view_in
 from atomtrain.engine.execution.programs import Instead, LayerProgram, Like, like, program_of
 from atomtrain.engine.state.gradients import Collector
 from atomtrain.errors import reason_of
@@ -42,9 +42,9 @@ class Known(NamedTuple):
     """Of those that go."""
     keys: Sequence[int]
     """The `id` of each parameter that it takes; 0 of a buffer."""
-    ways: dict[int, tuple[View, Package]]
-    """Where each tensor that it makes and sends lies in its storage, and what that is on its way,
-    in every run; filled by the first one."""
+    ways: dict[int, tuple[View | None, Package]]
+    """Where each tensor that it makes and sends lies in what comes back (`None`: all of it), and
+    what that is on its way, in every run; filled by the first one."""
 
 
 class Lesson:
@@ -286,7 +286,7 @@ class OffloadedRun(ProgramRun):
         """Begin; `parcel` takes what is sent."""
         super().__init__(known, leaves, collector)
         self._parcel, self._offload, self._ways = parcel, parcel.offload, known.ways
-        self._sent: dict[int, tuple[SentStorage, View]] = {}
+        self._sent: dict[int, tuple[SentStorage, View | None]] = {}
 
     def forward(self, values: Sequence[Any]) -> Sequence[Any]:
         written = super().forward(values)
@@ -303,8 +303,8 @@ class OffloadedRun(ProgramRun):
             self._kept[number] = tensor
             return
         else:
-            view = view_of(tensor)
             sent = self._parcel.send(tensor)
+            view = view_in(sent.package, view_of(tensor))
             if number >= self.known.program.reads:  # what is read may lie elsewhere each time
                 self._ways[number] = view, sent.package
         sent.users += 1
@@ -315,7 +315,8 @@ class OffloadedRun(ProgramRun):
         if found is None:
             return self._kept[number]
         sent, view = found
-        return seen_as(self._offload.use(sent), view)
+        back = self._offload.use(sent)
+        return back if view is None else seen_as(back, view)
 
     def done(self, number: int) -> None:
         found = self._sent.get(number)

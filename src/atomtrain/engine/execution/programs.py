@@ -26,6 +26,7 @@ from atomtrain.analysis.costs.rematerialization import CHEAP, DEEPEST
 from atomtrain.analysis.export.conditions import ways_to_trace
 from atomtrain.analysis.layers.direct_calls import direct, function_of
 from atomtrain.engine.execution.fewer_views import leave_out_views
+from atomtrain.engine.execution.joined_slices import join_slices
 from atomtrain.engine.execution.kept_whole import kept_whole
 
 aten = torch.ops.aten
@@ -37,6 +38,7 @@ _WITHOUT_GRAPH: dict[Any, Callable[..., Any]] = {
     aten._unsafe_view.default: Tensor.view,
     aten.mul.Scalar: torch.mul,
     aten.div.Scalar: torch.div,
+    aten.add_.Scalar: Tensor.add_,
 }
 _OTHER_FORMULAS = frozenset({aten.prod.default, aten.prod.dim_int})
 """Operations whose gradient autograd finds by another formula, with other bits, where tensors have
@@ -336,6 +338,7 @@ class _Division:
             if node.target is aten.t.default and not node.users:
                 graph.erase_node(node)
         leave_out_views(graph)
+        join_slices(graph)
         self._let_go(graph, run, taken)
         return graph, list(taken.values())
 

@@ -70,8 +70,9 @@ class Collector:
         self.touched.add(key)
         target = self.waiting.pop(key, None)
         if target is None:
-            assert leaf.grad is not None
-            leaf.grad.add_(gradient)
+            there = leaf.grad
+            assert there is not None
+            there.add_(gradient)
             return
         while self.places_free:
             self._hold(self.places_free.pop())

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from atomtrain.errors import ConfigError
 from atomtrain.files import existing
 from atomtrain.topology import allowed_cores
 from atomtrain.units import format_bytes
@@ -88,7 +89,12 @@ def _device() -> Iterator[Finding]:
 
     if (vendor := vendor_here()) is not None:
         for index in range(vendor.count()):
-            name, free_bytes, all_bytes = vendor.memory(index)
+            try:
+                name, free_bytes, all_bytes = vendor.memory(index)
+            except ConfigError as error:
+                what, _, fix = str(error).partition("; ")
+                yield Finding(f"{vendor.kind}:{index}", PROBLEM, what, fix)
+                continue
             text = f"{name}, {format_bytes(free_bytes)} of {format_bytes(all_bytes)} free"
             end = f"end what uses it ({vendor.listing()} lists it)"
             fix = f"{end}, or give a smaller --device-memory" if free_bytes < all_bytes / 2 else ""

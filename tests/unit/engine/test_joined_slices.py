@@ -1,0 +1,106 @@
+"""Gradients of slices are put together where they are a whole, with the bits of their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from atomtrain.engine.execution.joined_slices import join_slices
+
+aten = torch.ops.aten
+_MANY = 2**63 - 1
+_SHAPE = [2, 3, 8]
+
+
+def _halves(x: Tensor) -> Tensor:
+    """Of a whole that was turned: the second half comes from the first, and is negative."""
+    first = aten.slice_backward(aten.neg(x[..., :4]), _SHAPE, 2, 4, _MANY, 1)
+    return first + aten.slice_backward(x[..., 4:], _SHAPE, 2, 0, 4, 1)
+
+
+def _uneven(x: Tensor) -> Tensor:
+    first = aten.slice_backward(x[..., :3], _SHAPE, -1, 0, 3, 1)
+    return first + aten.slice_backward(x[..., 3:], _SHAPE, 2, 3, 8, 1)
+
+
+def _with_a_gap(x: Tensor) -> Tensor:
+    first = aten.slice_backward(x[..., :3], _SHAPE, 2, 0, 3, 1)
+    return first + aten.slice_backward(x[..., 4:], _SHAPE, 2, 4, 8, 1)
+
+
+def _overlapping(x: Tensor) -> Tensor:
+    first = aten.slice_backward(x[..., :5], _SHAPE, 2, 0, 5, 1)
+    return first + aten.slice_backward(x[..., 4:], _SHAPE, 2, 4, 8, 1)
+
+
+def _of_two_dimensions(x: Tensor) -> Tensor:
+    first = aten.slice_backward(x[:1], _SHAPE, 0, 0, 1, 1)
+    return first + aten.slice_backward(x[..., 4:], _SHAPE, 2, 4, 8, 1)
+
+
+def _in_steps(x: Tensor) -> Tensor:
+    first = aten.slice_backward(x[..., ::2], _SHAPE, 2, 0, 8, 2)
+    return first + aten.slice_backward(x[..., 1::2], _SHAPE, 2, 1, 8, 2)
+
+
+def _of_one(x: Tensor) -> Tensor:
+    first = aten.slice_backward(x[..., :4], _SHAPE, 2, 0, 4, 1)
+    return first + x
+
+
+def _used_again(x: Tensor) -> Tensor:
+    first = aten.slice_backward(x[..., :4], _SHAPE, 2, 0, 4, 1)
+    return (first + aten.slice_backward(x[..., 4:], _SHAPE, 2, 4, 8, 1)) * first
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    image = x.reshape(2, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    size = list(image.shape)
+    first = aten.slice_backward(image[:, :1], size, 1, 0, 1, 1)
+    return first + aten.slice_backward(image[:, 1:], size, 1, 1, 2, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("function", "joined", "left"),
+    [
+        (_halves, 1, 0),
+        (_uneven, 1, 0),
+        (_with_a_gap, 0, 2),
+        (_overlapping, 0, 2),
+        (_of_two_dimensions, 0, 2),
+        (_in_steps, 0, 2),
+        (_of_one, 0, 1),
+        (_used_again, 1, 1),
+    ],
+)
+def test_halves_are_put_together(
+    function: Callable[[Tensor], Tensor], joined: int, left: int, dtype: torch.dtype
+) -> None:
+    x = torch.randn(_SHAPE, dtype=dtype)
+    # Added to zero both zeros become positive.
+    x[0, 0], x[0, 1], x[0, 2, ::3] = 0.0, -0.0, float("nan")
+    graph = make_fx(function, tracing_mode="fake")(x)
+    join_slices(graph.graph)
+    graph.recompile()
+    targets = [node.target for node in graph.graph.nodes]
+    assert targets.count(aten.cat.default) == joined
+    assert targets.count(aten.slice_backward.default) == left
+    found, expected = graph(x), function(x)
+    bits = torch.int32 if dtype is torch.float32 else torch.int16
+    assert torch.equal(found.view(bits), expected.view(bits))
+    assert found.stride() == expected.stride()
+
+
+def test_what_would_lie_otherwise_stays() -> None:
+    x = torch.randn(2, 3, 8)
+    graph = make_fx(_channels_last, tracing_mode="fake")(x)
+    join_slices(graph.graph)
+    graph.recompile()
+    found, expected = graph(x), _channels_last(x)
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()
