@@ -61,7 +61,12 @@ def run_evaluate(arguments: Sequence[str]) -> int:
         positional=("checkpoint",),
     )
     check_checkpoint(options.checkpoint)
-    from atomtrain.training.tools.evaluation import ClassEvaluation, PairEvaluation, evaluate
+    from atomtrain.training.tools.evaluation import (
+        ClassEvaluation,
+        MatchEvaluation,
+        PairEvaluation,
+        evaluate,
+    )
 
     found = evaluate(options.checkpoint, options.data, options.context, options.sequences)
     if options.json:
@@ -70,6 +75,12 @@ def run_evaluate(arguments: Sequence[str]) -> int:
         sys.stdout.write(
             f"loss            {found.loss:.4f} nats a text\n"
             f"accuracy        {found.accuracy:.1%} of {found.texts} texts\n"
+        )
+    elif isinstance(found, MatchEvaluation):
+        sys.stdout.write(
+            f"loss            {found.loss:.4f} nats a query\n"
+            f"accuracy        {found.accuracy:.1%} of {found.queries} queries, among "
+            f"{found.among} texts\n"
         )
     elif isinstance(found, PairEvaluation):
         sys.stdout.write(
@@ -274,8 +285,8 @@ def run_generate(arguments: Sequence[str]) -> int:
 
     device = _opened_device(options)
     try:
-        model, tokenizer, context, recipe, _ = open_trained(options.checkpoint)
-        if head_of(model) is not None:
+        model, tokenizer, context, recipe, sizes = open_trained(options.checkpoint)
+        if head_of(model) is not None or getattr(sizes, "embeds", False):
             raise ConfigError(
                 f"{options.checkpoint} says something of whole texts and continues none; see "
                 "atom evaluate, or give a language model"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from atomtrain.data.dialogues import (
     Dialogue,
     Judged,
+    Match,
     Message,
     Plain,
     exchanged,
@@ -176,12 +177,23 @@ class Encoder:
             DataError: the label is unknown, or the text cannot be learnt; names file and line.
         """
         label = said.number(known)
+        return self._whole(said.row, "labelled", said.text, padding)._replace(label=label)
+
+    def encode_match(self, said: Match, padding: int) -> tuple[Example, Example]:
+        """Return both texts of a row, each as `encode_labelled` does.
+
+        Raises:
+            DataError: a text cannot be learnt; names file and line.
+        """
+        query = self._whole(said.row, "match", said.query, padding)
+        return query, self._whole(said.row, "match", said.positive, padding)
+
+    def _whole(self, row: Row, kind: str, text: str, padding: int) -> Example:
         try:
-            tokens = self._tokenizer.encode_whole(said.text)
+            tokens = self._tokenizer.encode_whole(text)
         except DataError as error:
-            raise DataError(f"{said.row.place}: {error}") from error
-        answers = [True] * (len(tokens) + 1)
-        return Example("labelled", [*tokens, padding], answers, len(said.text.encode()), label)
+            raise DataError(f"{row.place}: {error}") from error
+        return Example(kind, [*tokens, padding], [True] * (len(tokens) + 1), len(text.encode()))
 
     def _encoded(self, row: Row, said: Dialogue | Plain) -> Example:
         try:

@@ -20,6 +20,12 @@ or whether an answer is a good one (rows with classes are in `labels`):
 |---|---|
 | judged | `prompt` and `completion` as above, and `label`: true or false |
 
+or which text belongs to another:
+
+| kind | keys of a row |
+|---|---|
+| match | `query` (or `anchor`) and `positive`: texts |
+
 An answer that is empty, blank or null is none.
 """
 
@@ -155,6 +161,35 @@ def understand_pair(row: Row) -> Pair:
             f"{row.place}: 'chosen' and 'rejected' must both be texts, or both lists of messages"
         )
     return Pair(chosen, rejected)
+
+
+class Match(NamedTuple):
+    """Two texts that belong together."""
+
+    row: Row
+    query: str
+    positive: str
+
+
+def understand_match(row: Row) -> Match:
+    """Return what a row asks, and the text that belongs to it.
+
+    Raises:
+        NoAnswerError: one of the two is empty.
+        DataError: one lacks, or there is a `negative`, which is not read; names file and line.
+    """
+    asked = "anchor" if "anchor" in row.values else "query"
+    if asked not in row.values or "positive" not in row.values:
+        keys = ", ".join(map(repr, row.values)) or "nothing"
+        raise DataError(
+            f"{row.place}: has {keys}; embeddings are learnt from rows with query and positive"
+        )
+    if row.values.get("negative") is not None:
+        raise DataError(
+            f"{row.place}: has 'negative', which is not read: the texts of other rows are the "
+            "wrong ones; leave it out"
+        )
+    return Match(row, text_of(row, asked), text_of(row, "positive"))
 
 
 class Judged(NamedTuple):

@@ -43,7 +43,7 @@ METRICS = (
         ("reward_accuracy", "share of 1",
          "Pairs of the step whose better answer has the higher reward."),
         ("reward_margin", "nats", "By how much, mean over the step's pairs."),
-        ("accuracy", "share of 1", "Texts of the step whose class is told right."),
+        ("accuracy", "share of 1", "Texts of the step whose class (query: text) is told right."),
         ("tokens_total", "tokens", "Tokens this peer trained on."),
         ("tokens_per_s", "tokens/s", "Speed of the step."),
         ("step_s", "s", "How long the step took."),

@@ -59,6 +59,31 @@ def labels_of(config: Mapping[str, Any]) -> list[str] | None:
     return names
 
 
+def is_embedder(config: Mapping[str, Any]) -> bool:
+    """Return whether `architectures` names a model without any head: it says hidden states."""
+    named = config.get("architectures")
+    names = [str(name) for name in named] if isinstance(named, list | tuple) else []
+    return any(n.endswith("Model") and not n.endswith("HeadModel") for n in names)
+
+
+def without_head(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a causal language model's configuration as that of the same model without a head.
+
+    Raises:
+        ConfigError: transformers has no such model of this type.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    kind = str(config.get("model_type"))
+    name = MODEL_MAPPING_NAMES.get(kind)
+    if not isinstance(name, str) or not is_embedder({"architectures": [name]}):
+        raise ConfigError(
+            f"transformers has no model without a head of the type {kind!r}; give another such as "
+            "a Llama or a Qwen"
+        )
+    return {**config, "architectures": [name]}
+
+
 def numbers_of_labels(labels: Sequence[str]) -> dict[str, int]:
     found = {label: number for number, label in enumerate(labels)}
     if list(labels) == _unnamed(len(labels)):

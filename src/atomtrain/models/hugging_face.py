@@ -32,7 +32,7 @@ from atomtrain.models.confined import (
     quantisation_of,
 )
 from atomtrain.models.gpt_config import PRESETS
-from atomtrain.models.heads import check_head, is_classifier, labels_of
+from atomtrain.models.heads import check_head, is_classifier, is_embedder, labels_of
 from atomtrain.models.image_text import (
     KINDS,
     PREPROCESSOR_FILE,
@@ -100,6 +100,11 @@ class HuggingFaceConfig:
     def labels(self) -> list[str] | None:
         """What a classifier tells apart; of a reward model one; `None` of a language model."""
         return labels_of(self.config)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it has no head, and says what hidden states are."""
+        return is_embedder(self.config)
 
     @property
     def reads_images(self) -> bool:
@@ -313,6 +318,7 @@ def _without_cache(config: Any) -> Any:
 
 def _maker_of(sizes: HuggingFaceConfig) -> Any:
     from transformers import (
+        AutoModel,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoModelForSequenceClassification,
@@ -322,6 +328,8 @@ def _maker_of(sizes: HuggingFaceConfig) -> Any:
         return AutoModelForImageTextToText.from_config
     if is_classifier(sizes.config):
         return AutoModelForSequenceClassification.from_config
+    if sizes.embeds:
+        return AutoModel.from_config
     return AutoModelForCausalLM.from_config
 
 

@@ -24,9 +24,11 @@ from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.models.heads import head_of
+from atomtrain.models.image_text import freeze_tower
 from atomtrain.models.image_text import in_tower as is_in_tower
 from atomtrain.models.lora_config import ALL_LINEAR, BITS, NOTHING, LoraConfig
 from atomtrain.models.lora_init import Begun, begin, drawn
+from atomtrain.models.lora_saved import is_within, saved_modules
 from atomtrain.models.quantised import dequantise, empty_quantised, quantise, quantised_linear, wide
 
 _ADAPTERS = "expert_lora"
@@ -250,14 +252,16 @@ class LoraLinear(nn.Module):
 def add_adapters(model: nn.Module, config: LoraConfig, *, in_tower: bool = False) -> nn.Module:
     """Freeze a model and put adapters beside its linear layers and experts, in place; return it.
 
-    A classifier's head has no adapter: it is trained itself. What looks at images has some only
-    with `in_tower`.
+    A classifier's head has no adapter: it is trained itself, as are `modules_to_save`. What looks
+    at images has some only with `in_tower`.
 
     Raises:
-        ConfigError: a target names neither, or experts get what their adapters do not have.
+        ConfigError: a target names neither, or experts get what their adapters do not have; or no
+            module has the name of one that is trained itself.
     """
     model.requires_grad_(False)
-    for name, module in _targets(model, config, in_tower):
+    saved = saved_modules(model, config, in_tower=in_tower)
+    for name, module in _targets(model, config, saved, in_tower):
         parent, _, last = name.rpartition(".")
         if isinstance(module, nn.Linear):
             setattr(model.get_submodule(parent), last, LoraLinear(module, config))
@@ -265,6 +269,10 @@ def add_adapters(model: nn.Module, config: LoraConfig, *, in_tower: bool = False
             adapt(module, last, config)
     if (head := head_of(model)) is not None:
         head.requires_grad_(True)
+    for module in saved.values():
+        module.requires_grad_(True)
+    if saved and not in_tower:  # which may be a part of one
+        freeze_tower(model)
     return model
 
 
@@ -288,7 +296,9 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
     return {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
 
 
-def _targets(model: nn.Module, config: LoraConfig, in_tower: bool) -> list[tuple[str, nn.Module]]:
+def _targets(
+    model: nn.Module, config: LoraConfig, saved: Mapping[str, nn.Module], in_tower: bool
+) -> list[tuple[str, nn.Module]]:
     heads = (getattr(model, "get_output_embeddings", lambda: None)(), head_of(model))
     linears: dict[str, nn.Module] = {
         name: module
@@ -320,7 +330,15 @@ def _targets(model: nn.Module, config: LoraConfig, in_tower: bool) -> list[tuple
             "the model has no nn.Linear to put an adapter beside; train it without --lora"
         )
     found = [(name, m) for name, m in linears.items() if name.rpartition(".")[2] in wanted]
-    return found + [(name, m) for name, m in experts.items() if wanted & _names_of(name)]
+    found += [(name, m) for name, m in experts.items() if wanted & _names_of(name)]
+    beside = [(name, m) for name, m in found if name not in saved and not is_within(name, saved)]
+    if not beside:
+        raise ConfigError(
+            f"--lora modules_to_save={'+'.join(config.modules_to_save)} has all of targets="
+            f"{'+'.join(config.targets)} in it, so there is no adapter; leave it out, or train "
+            "without --lora"
+        )
+    return beside
 
 
 def _names_of(parameter: str) -> set[str]:

@@ -45,6 +45,9 @@ class LoraConfig:
     of the frozen one: `pissa`, `pissa_niter_16` or `olora`."""
     bits: int | None = None
     """Hold the adapted matrices in 8 or 4 bits; `None`: as they are."""
+    modules_to_save: tuple[str, ...] = ()
+    """Names of modules that are trained themselves, with all that is in them: the last one, or the
+    end of a path such as `mlp.gate`."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.r <= _MOST_RANK:
@@ -55,6 +58,11 @@ class LoraConfig:
             raise ConfigError(f"--lora alpha={self.alpha} must be above 0, such as {_EXAMPLE}")
         if not self.targets or not all(isinstance(t, str) and t for t in self.targets):
             raise ConfigError(f"--lora targets= names nothing; give some, such as {_EXAMPLE}")
+        if not all(isinstance(name, str) and name for name in self.modules_to_save):
+            raise ConfigError(
+                "--lora modules_to_save= has an empty name; write for example "
+                "modules_to_save=embed_tokens+lm_head"
+            )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"--lora dropout={self.dropout} must be at least 0 and below 1")
         if self.dropout and self.dora:
@@ -83,7 +91,8 @@ class LoraConfig:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LoraConfig:
         """Read what `dataclasses.asdict` made, possibly through JSON."""
-        return cls(**{**data, "targets": tuple(data["targets"])})
+        saved = tuple(data.get("modules_to_save", ()))
+        return cls(**{**data, "targets": tuple(data["targets"]), "modules_to_save": saved})
 
 
 def rounds_of(init: str) -> int | None:
@@ -117,6 +126,10 @@ def parse_lora(text: str) -> LoraConfig:
     return LoraConfig(**values)
 
 
+def _names(value: str) -> tuple[str, ...]:
+    return tuple(value.split("+"))
+
+
 _FLAG = {"true": True, "false": False}.__getitem__
 _VALUES: dict[str, Any] = {
     "r": int,
@@ -126,5 +139,6 @@ _VALUES: dict[str, Any] = {
     "rslora": _FLAG,
     "dropout": float,
     "init": str,
-    "targets": lambda value: tuple(value.split("+")),
+    "targets": _names,
+    "modules_to_save": _names,
 }

@@ -304,7 +304,7 @@ class Loop:
             )
         if session.swarm is not None:
             session.swarm.leave(_LEAVE_S)
-        if reason == "completed" and not session.recipe.has_head:
+        if reason == "completed" and session.recipe.says_text:
             tell_samples(session, self._events)
         tell_prediction(session.engine, self._times, self._events)
         self._events.emit(

@@ -34,7 +34,9 @@ from atomtrain.optimizers import AdamW
 from atomtrain.optimizers.compiled import same_bits
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.training.setup.objective import NextToken
+from atomtrain.training.setup.state import open_trained
 from tests.support.hugging_face_models import (
+    LLAMA,
     UNTIED,
     saved_tensors,
     train_by_command,
@@ -86,6 +88,7 @@ KINDS = {
     "dropout": LoraConfig(r=4, alpha=8.0, dropout=0.3, rslora=True),
     "8 bits": LoraConfig(r=4, alpha=8.0, bits=8),
     "4 bits, dora": LoraConfig(r=4, alpha=8.0, bits=4, dora=True),
+    "modules to save": LoraConfig(r=4, alpha=8.0, modules_to_save=("down_proj", "norm")),
 }
 
 
@@ -250,14 +253,18 @@ def test_dropout_and_scale_are_those_of_peft(tmp_path: Path) -> None:
     [
         "r=4,alpha=8", "r=4,alpha=8,dora=true,targets=q_proj+up_proj",
         "r=4,alpha=8,rslora=true,dropout=0.1",
+        "r=4,alpha=8,targets=q_proj,modules_to_save=embed_tokens+norm",
     ],
 )  # fmt: skip
-def test_the_command_trains_what_peft_loads(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [UNTIED, LLAMA], ids=["untied", "tied"])
+def test_the_command_trains_what_peft_loads(
+    kind: str, config: dict[str, Any], tmp_path: Path
+) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
     folder, text = tmp_path / "llama", write_text(tmp_path / "text.txt")
-    write_model(folder, UNTIED)
+    before = write_model(folder, config).state_dict()
     run = train(folder, text, "adapted", "--lora", kind)
     checkpoint = open_checkpoint(run)
     stored = sum(file.stat().st_size for file in checkpoint.path.glob("shard-*"))
@@ -274,6 +281,15 @@ def test_the_command_trains_what_peft_loads(kind: str, tmp_path: Path) -> None:
         expected = with_adapters(ids).logits
         assert not torch.allclose(load(folder).eval()(ids).logits, expected, atol=1e-4)
         assert torch.allclose(load("merged").eval()(ids).logits, expected, atol=1e-5)
+        trained = with_adapters.merge_and_unload().state_dict()
+        read = open_trained(Path("adapters")).model.state_dict()
+    for name, tensor in open_trained(run).model.state_dict().items():
+        assert torch.equal(read[name], tensor), name
+        assert torch.equal(trained[name], tensor), name
+        if "save" in kind:
+            saved = name in ("model.embed_tokens.weight", "model.norm.weight")
+            saved |= name == "lm_head.weight" and config is LLAMA
+            assert torch.equal(tensor, before[name]) != (saved or "q_proj" in name), name
     assert main(["generate", str(run), "--tokens", "2"]) == 0
 
 
@@ -297,6 +313,9 @@ def test_adapters_resume_with_the_same_bits_beside_a_base_of_4_bits(tmp_path: Pa
     [
         ("r=0", "at least 1"), ("rank=4", "has no part 'rank'"), ("r=four", "r=four cannot be"),
         ("dropout=1", "below 1"), ("dora=true,dropout=0.1", "leave one of them out"),
+        ("modules_to_save=embed_tokns", "Did you mean 'embed_tokens'"),
+        ("modules_to_save=norm++lm_head", "has an empty name"),
+        ("targets=q_proj,modules_to_save=self_attn", "so there is no adapter"),
         ("targets=q_proy", "Did you mean 'q_proj'"), ("bits=3", "must be 8 or 4"), ("r", "lacks"),
     ],
 )  # fmt: skip

@@ -13,12 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from atomtrain.cli.main import main
 from atomtrain.errors import AtomError
-from atomtrain.training.setup.adapters import ADAPTER_CONFIG, ADAPTER_FILE, read_peft
+from atomtrain.training.setup.peft_folder import ADAPTER_CONFIG, ADAPTER_FILE, read_peft
 from atomtrain.training.setup.state import open_trained
 from tests.support.hugging_face_models import (
+    LLAMA,
     MIXTURES,
     UNTIED,
     saved_tensors,
+    train_by_command,
     write_model,
     write_text,
 )
@@ -31,6 +33,12 @@ _CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "linear": (UNTIED, {"target_modules": ["q_proj", "up_proj"], "lora_alpha": 5}),
     "dora": (UNTIED, {"target_modules": ["o_proj"], "use_dora": True}),
     "all linear": (UNTIED, {"target_modules": "all-linear", "use_rslora": True}),
+    "saved": (
+        UNTIED, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "model.norm"]},
+    ),
+    "router": (
+        MIXTURES["qwen3_moe"], {"target_modules": ["q_proj"], "modules_to_save": ["mlp.gate"]},
+    ),
     "experts": (MIXTURES["qwen3_moe"], {"target_modules": ["v_proj"], "target_parameters": _BOTH}),
     "one of two": (
         MIXTURES["mixtral"], {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]},
@@ -49,7 +57,7 @@ def written(folder: Path, config: dict[str, Any], asked: dict[str, Any]) -> Any:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "lora_" in name or "modules_to_save" in name:
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder / "adapters")
     return model.eval()
@@ -69,7 +77,9 @@ def test_adapters_of_peft_are_read_with_the_bits_of_its_merge(kind: str, tmp_pat
         changed += not torch.equal(found[name], before[name])
     # Three layers of everything that is adapted.
     assert changed == 3 * {"linear": 2, "dora": 1, "all linear": 7, "experts": 3, "one of two": 1,
-                           "transposed": 2}[kind]  # fmt: skip
+                           "transposed": 2, "saved": 1, "router": 2}[kind] + (
+        2 if kind == "saved" else 0
+    )  # fmt: skip
 
 
 def test_the_commands_read_what_atom_exports(
@@ -129,6 +139,8 @@ _DOWN = "base_model.model.model.layers.1.mlp.experts.lora_A.weight"
         (_configured(r="four"), "cannot be used"),
         (_configured(r=2), "is right"),
         (_configured(target_parameters=7), "not names"),
+        (_configured(modules_to_save="lm_head"), "not names"),
+        (_configured(modules_to_save=["lm_head"]), "lacks 'base_model.model.lm_head.weight'"),
         (_configured(target_parameters=["experts.down_proj"]), "not an adapter"),
         (_configured(base_model_name_or_path="some/model"), "is not a folder here"),
         (_stored(lambda t: t.pop(_DOWN)), "lacks the lora_A.weight"),
@@ -147,3 +159,42 @@ def test_what_is_not_understood_is_refused_in_one_line(
         read_peft(tmp_path / "adapters")
     assert expected in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("modules", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_a_shared_weight_that_peft_trained_apart_is_refused(
+    modules: list[str], tmp_path: Path
+) -> None:
+    """peft copies each module; two copies of one weight go ways of their own."""
+    written(tmp_path, LLAMA, {"target_modules": ["q_proj"], "modules_to_save": modules})
+    with pytest.raises(AtomError, match="apart from other uses of it"):
+        read_peft(tmp_path / "adapters")
+
+
+def test_several_adapters_of_one_model_are_told_apart_by_peft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of two runs, one of which trains a module itself, beside one another."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "base", UNTIED)
+    text = write_text(tmp_path / "text.txt")
+    asked = {"first": "r=4", "second": "r=2,targets=v_proj,modules_to_save=lm_head"}
+    ids = torch.arange(12)[None]
+    expected = {}
+    for name, lora in asked.items():
+        run = train_by_command(
+            Path("base"), text, name, "--lora", lora, memory="2MiB", sequences=2, steps=2
+        )
+        assert main(["export", str(run), name]) == 0
+        with torch.no_grad():
+            expected[name] = open_trained(run).model(ids).logits
+    base: Any = AutoModelForCausalLM.from_pretrained("base")
+    model = peft.PeftModel.from_pretrained(base, "first", adapter_name="first")
+    model.load_adapter("second", "second")
+    for name, logits in expected.items():
+        model.set_adapter(name)
+        with torch.no_grad():
+            torch.testing.assert_close(model.eval()(ids).logits, logits)
+    assert not torch.allclose(*expected.values(), atol=1e-4)

@@ -103,6 +103,14 @@ def test_how_adapters_begin_and_noise_on_embeddings(tmp_path: Path, said: str, i
     assert found.left_out == []
 
 
+@pytest.mark.parametrize("key", ["lora_modules_to_save", "additional_target"])
+def test_modules_that_are_trained_themselves(tmp_path: Path, key: str) -> None:
+    text = f"base_model: org/model\nadapter: lora\nlora_r: 8\n{key}: [embed_tokens, lm_head]\n"
+    found = imported(written(tmp_path, text))
+    assert found.values["lora"] == "r=8,modules_to_save=embed_tokens+lm_head"
+    assert found.left_out == []
+
+
 def test_a_beginning_that_adapters_do_not_have_is_left_out(tmp_path: Path) -> None:
     text = "base_model: org/model\nadapter: lora\nlora_r: 8\npeft_init_lora_weights: eva\n"
     found = imported(written(tmp_path, text))

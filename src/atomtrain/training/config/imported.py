@@ -54,6 +54,8 @@ _ADAPTERS = ("lora", "qlora")
 _PISSA_ROUNDS, _PISSA_EXACT = 16, -1
 """LLaMA-Factory's default, and its word for all singular values."""
 _OF_LORA = {"lora_r": "r", "lora_rank": "r", "lora_alpha": "alpha"}
+_SAVED = ("lora_modules_to_save", "additional_target")
+"""Names of modules that are trained themselves."""
 _SAME: dict[str, type] = {
     "learning_rate": float,
     "weight_decay": float,
@@ -77,6 +79,7 @@ _HANDLED = {
     *("load_in_4bit", "load_in_8bit"),
     *("lora_target", "lora_target_modules", "lora_target_linear"),
     *("lora_target_parameters", "peft_init_lora_weights", "pissa_init"),
+    *_SAVED,
     *("rl", "pref_loss", "reward_model", "output_dir"),
     *DATA_KEYS,
 }
@@ -232,8 +235,9 @@ def _adapters(path: Path, said: Mapping[str, Any], left_out: list[str]) -> dict[
     experts = _names(path, "lora_target_parameters", said.get("lora_target_parameters"))
     if experts:
         targets = [*(targets or ["all-linear"]), *(name.rpartition(".")[2] for name in experts)]
-    if targets:
-        parts.append("targets=" + "+".join(targets))
+    saved = [name for key in _SAVED for name in _names(path, key, said.get(key))]
+    for part, names in (("targets", targets), ("modules_to_save", saved)):
+        parts += [f"{part}={'+'.join(names)}"] if names else []
     dora = bool(said.get("use_dora") or said.get("peft_use_dora"))
     if dora:
         parts.append("dora=true")

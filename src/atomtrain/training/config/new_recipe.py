@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +30,8 @@ _SLOWER = {"dpo": 20, "simpo": 20, "orpo": 4, "kto": 20, "reward": 2}
 """Where fine-tuning takes a rate of 2e-5, DPO and SimPO take about 1e-6 (Rafailov et al. 2023,
 appendix B; Meng et al. 2024, appendix B), KTO as DPO, ORPO 5e-6 (Hong et al. 2024, appendix C),
 and reward models 1e-5 (Touvron et al. 2023, section 3.2.2)."""
+_OWN_HEADS = ("classify", "reward", "embed")
+"""Objectives for which the head of a language model is replaced, or left out."""
 _SIMPO_BETA = 2.0
 """The least of those that Meng et al. 2024 use."""
 
@@ -152,8 +153,8 @@ def _usual_of_folder(options: TrainOptions) -> _Usual:
                 "option out, or edit its config.json"
             )
     sizes = read_config(model_folder(options.model))
-    if sizes.labels is not None:
-        check_head_of(options.objective or OBJECTIVES[0], sizes.labels, options.model)
+    if sizes.labels is not None or sizes.embeds:
+        check_head_of(options.objective or OBJECTIVES[0], sizes, options.model)
     context = options.context or min(sizes.context or _FINE_TUNING_CONTEXT, _FINE_TUNING_CONTEXT)
     check_context(options.model, context, sizes.context)
     # What was learnt is to be kept: rates are those usual in fine-tuning, 2e-5 at 4096 wide.
@@ -163,22 +164,25 @@ def _usual_of_folder(options: TrainOptions) -> _Usual:
     return _Usual(sizes, context, rate, weight_decay=0.0)
 
 
-def check_head_of(objective: str, labels: Sequence[str] | None, what: str) -> None:
+def check_head_of(objective: str, sizes: Sizes, what: str) -> None:
     """Refuse a model whose head does not say what is to be learnt.
 
     Args:
         objective: Of a recipe.
-        labels: See `HuggingFaceConfig.labels`.
+        sizes: Of the model.
         what: The model.
 
     Raises:
         ConfigError: says what its head is for.
     """
     found, has = OBJECTIVES[0], "is a language model"
-    if labels is not None:
+    labels = getattr(sizes, "labels", None)
+    if getattr(sizes, "embeds", False):
+        found, has = "embed", "has no head (architectures in its config.json)"
+    elif labels is not None:
         found = "classify" if len(labels) > 1 else "reward"
         has = f"has a head of {counted(len(labels), 'output')} on a sequence"
-    if found != (objective if objective in ("classify", "reward") else OBJECTIVES[0]):
+    if found != (objective if objective in _OWN_HEADS else OBJECTIVES[0]):
         raise ConfigError(
             f"{what} {has}, which --objective {objective} does not train; give --objective "
             f"{found}, or another --model"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 FIXED, MAY_CHANGE, EACH_PEER = "fixed", "may change", "each peer's own"
 """What who resumes or joins may say of a field; of the last kind only who joins may."""
-OBJECTIVES = ("next-token", "dpo", "simpo", "orpo", "kto", "reward", "classify")
+OBJECTIVES = ("next-token", "dpo", "simpo", "orpo", "kto", "reward", "classify", "embed")
 PREFERENCES = OBJECTIVES[1:5]
 """Those that teach what to prefer, from pairs of answers; KTO's are an answer and one of another
 row."""
@@ -190,7 +190,8 @@ class Recipe:
         "Freeze the model and train adapters: r=8,alpha=16,targets=q_proj+v_proj (or all-linear, "
         "the default; all-linear+experts), dora=true, rslora=true, dropout=0.05, "
         "init=pissa, pissa_niter_16 or olora to begin with the main part of each matrix, "
-        "and bits=8 or 4 to hold the frozen matrices in so many bits.",
+        "bits=8 or 4 to hold the frozen matrices in so many bits, and "
+        "modules_to_save=embed_tokens+lm_head to train these modules themselves.",
         "SETTINGS",
         check=_named(parse_lora),
         on_resume=FIXED,
@@ -222,7 +223,9 @@ class Recipe:
         "What is learnt: next-token; to prefer the better of two answers (rows with chosen and "
         "rejected): dpo, simpo or orpo; or to give good answers (rows with prompt, completion and "
         "label): kto; or, with a head of its own, how good answers are (chosen and rejected): "
-        "reward; or of which class a text is (text and label): classify. Default: next-token.",
+        "reward; or of which class a text is (text and label): classify; or embeddings, by which a "
+        "query finds its text among those of the micro-batch (query and positive): embed. Default: "
+        "next-token.",
         "NAME",
         check=one_of(OBJECTIVES),
         on_resume=FIXED,
@@ -257,8 +260,8 @@ class Recipe:
 
     @property
     def in_pairs(self) -> bool:
-        """Whether sequences come in twos: a better and another answer."""
-        return self.objective in (*PREFERENCES, "reward")
+        """Whether sequences come in twos: a better and another answer, or a query and its text."""
+        return self.objective in (*PREFERENCES, "reward", "embed")
 
     @property
     def has_head(self) -> bool:
@@ -266,13 +269,20 @@ class Recipe:
         return self.objective in ("reward", "classify")
 
     @property
+    def says_text(self) -> bool:
+        """Whether the model predicts tokens."""
+        return not self.has_head and self.objective != "embed"
+
+    @property
     def has_reference(self) -> bool:
         """Whether the loss compares with the model as it was before the first step."""
         return self.objective in ("dpo", "kto")
 
     @property
-    def learns(self) -> Literal["answers", "pairs", "labels", "classes"]:
+    def learns(self) -> Literal["answers", "pairs", "labels", "classes", "matches"]:
         """What rows of data must say."""
+        if self.objective == "embed":
+            return "matches"
         if self.objective == "classify":
             return "classes"
         if self.objective == "kto":
@@ -341,7 +351,7 @@ class Recipe:
                 "pair takes two; give an even number"
             )
         if self.packed and self.objective != OBJECTIVES[0]:
-            what = "text" if self.objective == "classify" else "answer"
+            what = "text" if self.objective in ("classify", "embed") else "answer"
             raise ConfigError(
                 "--packing puts several rows into one sequence, but with --objective "
                 f"{self.objective} every {what} has its own; leave it out"

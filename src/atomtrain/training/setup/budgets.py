@@ -14,6 +14,7 @@ from atomtrain.analysis import chain_of, layer_costs
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.head.head import split_head, with_head_of
 from atomtrain.analysis.layers.chain import Chain
+from atomtrain.data.examples import IGNORED
 from atomtrain.data.sampler import Batch
 from atomtrain.engine.calibration.machines import budget_bytes, host_memory_bytes
 from atomtrain.engine.devices.device import Device
@@ -37,6 +38,8 @@ _SMALL_BUDGETS = {"demo": ("40MiB", "144MiB"), "tiny": ("8MiB", "112MiB")}
 """Default budgets that make small models larger than their device: emulated, and a GPU, whose
 libraries take a workspace of their own."""
 _MOST_TOKENS_A_MICRO_BATCH = 4096
+_LEAST_EMBEDDED = 4
+"""Sequences of a micro-batch in which a query has another text beside its own."""
 _PIECES = (2, 4, 8, 16, 32, 64)
 
 
@@ -117,6 +120,12 @@ def check_micro_batch(micro_batch: int, recipe: Recipe) -> None:
         raise ConfigError(
             f"--micro-batch {micro_batch} is odd, but with --objective {recipe.objective} every "
             "pair takes two sequences; give an even divisor"
+        )
+    if recipe.objective == "embed" and micro_batch < _LEAST_EMBEDDED:
+        raise ConfigError(
+            f"a micro-batch of {micro_batch} sequences has one query and its text, and no other "
+            "text to tell it from; raise --micro-batch (and --sequences), or --device-memory if "
+            "no more fits"
         )
 
 
@@ -244,7 +253,10 @@ def example_of(
     generator = torch.Generator().manual_seed(0)
     shape = (micro_batch, recipe.context)
     ids = torch.randint(recipe.sizes.vocabulary, shape, generator=generator)
-    documents = None
+    documents, labels = None, ids
+    if recipe.objective == "embed":  # as are texts of unlike length: models leave a full mask out
+        labels = ids.clone()
+        labels[0, -1] = IGNORED
     if recipe.packed:
         documents = (torch.arange(recipe.context) >= recipe.context // 2).long().expand(shape)
-    return objective.micro_batches(Batch(ids, ids, documents=documents), micro_batch)[0]
+    return objective.micro_batches(Batch(ids, labels, documents=documents), micro_batch)[0]

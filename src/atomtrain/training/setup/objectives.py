@@ -1,5 +1,6 @@
 """What is learnt of whole answers and texts: which of two answers is better (three losses, or a
-head that gives rewards), whether one is good (KTO), and of which class a text is.
+head that gives rewards), whether one is good (KTO), of which class a text is, and which texts
+belong together.
 
 With `s` the sum of the logarithms of an answer's probabilities, `r` the same of the model as it
 was before, `a` the mean of the logarithms, and `c`, `j` for chosen and rejected:
@@ -49,6 +50,8 @@ from atomtrain.training.setup.objective import (
 
 _MOST_MEAN = -1e-6
 """Nats: an answer that is certain has infinite odds."""
+_SCALE = 20.0
+"""Of cosines, before the softmax."""
 
 
 class PreferredAnswer(Hearing):
@@ -248,13 +251,57 @@ class Classification(Hearing):
         return {"accuracy": float(rows_heard(heard).mean())}
 
 
+class Matching(Hearing):
+    """Embeddings by which a query finds its text among those of the micro-batch: rows `2 i` are
+    queries, rows `2 i + 1` their texts.
+
+    An embedding is the mean of the last hidden states of a text's tokens. The loss is that of
+    telling the own text by the cosine, times 20 (van den Oord et al. 2018, arXiv 1807.03748,
+    equation 4; the scale is that of sentence-transformers). A text that equals the own one is not
+    a wrong one.
+    """
+
+    together = 2
+
+    def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the mean loss of a micro-batch's queries, 0-d float32, nats."""
+        mask = batch["attention_mask"][..., None]
+        means = (output.last_hidden_state.float() * mask).sum(1) / mask.sum(1).clamp(min=1)
+        queries, texts = F.normalize(means, dim=-1).view(len(mask) // 2, 2, -1).unbind(1)
+        ids = batch["input_ids"][1::2]
+        equal = (ids[:, None] == ids).all(-1)  # the own one, too
+        scores = _SCALE * (queries @ texts.T)
+        own = scores.diagonal()
+        others = scores.masked_fill(equal, -torch.inf)
+        self.hear((own > others.amax(1)).float())
+        return (torch.cat((own[:, None], others), 1).logsumexp(1) - own).mean()
+
+    def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
+        """See `Objective`; what is not to be predicted is padding."""
+        return [
+            {
+                "input_ids": batch.inputs[part],
+                "attention_mask": (batch.labels[part] != IGNORED).long(),
+            }
+            for part in rows_of(batch, sequences)
+        ]
+
+    def numbers(
+        self, heard: Sequence[Said], micro_batches: Sequence[MicroBatch]
+    ) -> dict[str, float]:
+        """Return the share of queries whose own text is nearer than all others."""
+        return {"accuracy": float(rows_heard(heard).mean())}
+
+
 def objective_of(recipe: Recipe) -> Objective:
     """Return what a recipe's model learns from batches.
 
     Raises:
         ConfigError: its head does not say that.
     """
-    check_head_of(recipe.objective, getattr(recipe.sizes, "labels", None), recipe.model)
+    check_head_of(recipe.objective, recipe.sizes, recipe.model)
+    if recipe.objective == "embed":
+        return Matching()
     if recipe.objective == "classify":
         return Classification()
     if recipe.in_pairs:

@@ -16,7 +16,7 @@ from atomtrain.data.sampler import SamplerConfig
 from atomtrain.data.tokenizer import Tokenizer, read_tokenizer
 from atomtrain.data.weighted import check_apart
 from atomtrain.errors import AtomError, ConfigError, DataError, SwarmError
-from atomtrain.models.heads import with_head
+from atomtrain.models.heads import with_head, without_head
 from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
 from atomtrain.progress import Progress
 from atomtrain.settings import MOST_COUNT
@@ -97,6 +97,10 @@ def _from_folder(options: TrainOptions, recipe: Recipe) -> Source:
     tokenizer.check_room(recipe.sizes.vocabulary, str(folder))
     if recipe.has_head:
         recipe = _with_head(recipe, recipe.sizes, options.data, tokenizer.separator)
+    elif recipe.objective == "embed":
+        config = without_head(recipe.sizes.config)
+        sizes = dataclasses.replace(recipe.sizes, config=config)
+        recipe = dataclasses.replace(recipe, sizes=sizes)
     weights = _weights_in(folder, recipe)
     text = _text(options.data, options.validation, recipe, tokenizer)
     return Source(recipe, text, weights=weights)

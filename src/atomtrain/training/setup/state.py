@@ -21,8 +21,9 @@ from atomtrain.models.lora_config import LoraConfig
 from atomtrain.models.making import Sizes, make_outline
 from atomtrain.models.weights.files import is_finite
 from atomtrain.training.config.recipe import Recipe
-from atomtrain.training.setup.adapters import ADAPTER_CONFIG, Adapters, read_peft
+from atomtrain.training.setup.adapters import Adapters
 from atomtrain.training.setup.budgets import check_resident
+from atomtrain.training.setup.peft_folder import ADAPTER_CONFIG, read_peft
 
 if TYPE_CHECKING:
     from atomtrain.swarm import SwarmState

@@ -16,6 +16,7 @@ from atomtrain.data.dialogues import (
     names_images,
     understand,
     understand_judged,
+    understand_match,
 )
 from atomtrain.data.examples import Examples
 from atomtrain.data.labels import labels_in, understand_labelled
@@ -40,15 +41,20 @@ from atomtrain.models.heads import numbers_of_labels, padding_of
 from atomtrain.models.processor import Processor
 from atomtrain.progress import Progress
 
-Learns = Literal["answers", "pairs", "labels", "classes"]
+Learns = Literal["answers", "pairs", "labels", "classes", "matches"]
 """What rows must say."""
 _KEYS = {
     "pairs": "chosen and rejected",
     "labels": "prompt, completion and label",
     "classes": "text and label",
+    "matches": "query and positive",
 }
 _Understood = TypeVar("_Understood")
-_WANTED = {"classes": ("a text and a label", "lack a text or a label")}
+_WANTED = {
+    "classes": ("a text and a label", "lack a text or a label"),
+    "matches": ("a query and a positive", "lack one of both texts"),
+}
+_FROM = {"classes": "classes are learnt from", "matches": "embeddings are learnt from"}
 _JUDGED_SEQUENCES = 8
 """Enough to tell poison from chance, few enough to be a small part of a step."""
 
@@ -149,7 +155,8 @@ def read_text(
         packed: Whether a sequence may hold several rows; they, and documents of running text, do
             not see each other then.
         learns: Whether each row has answers, says which of two is the better one, or labels one;
-            or has a text of one of the classes that the model knows.
+            or has a text of one of the classes that the model knows, or two texts that belong
+            together.
         validation: What the loss is measured on; then no part of the data is held out.
 
     Raises:
@@ -210,7 +217,7 @@ def _are_rows(specs: Sequence[str], validation: str | None, learns: Learns) -> b
                 f"{kinds[rows]}; give files of one kind"
             )
     if learns != "answers" and not rows:
-        what = "classes are learnt from" if learns == "classes" else "answers to compare are in"
+        what = _FROM.get(learns, "answers to compare are in")
         raise DataError(
             f"{', '.join(specs) or 'the demo corpus'} is running text; {what} rows with "
             f"{_KEYS[learns]}: name files with --data that end in {', '.join(SUFFIXES)}"
@@ -266,7 +273,7 @@ class _Reader:
         separator, answered = self.tokenizer.separator, self._answered(spec)
         if self.sees_images:
             return self._with_pictures(spec, answered, hold_out)
-        if self._sizes.labels is not None:  # a head looks at what stands before the padding
+        if self._sizes.labels is not None or self._sizes.embeds:  # they look before the padding
             separator = padding_of(self._sizes.config, separator)
         material: ExampleMaterial | PairMaterial
         if self._learns == "classes":
@@ -280,6 +287,12 @@ class _Reader:
         elif self._learns == "labels":
             judged = encoder.encode_judged(answered.through(understand_judged))
             material = PairMaterial(Examples(judged, spec, 2, hold_out), separator)
+        elif self._learns == "matches":
+            matches = (
+                encoder.encode_match(said, separator) for said in answered.through(understand_match)
+            )
+            both = itertools.chain.from_iterable(matches)
+            material = PairMaterial(Examples(both, spec, 2, hold_out), separator)
         elif self._learns == "pairs":
             both = itertools.chain.from_iterable(answered.through(encoder.encode_pair))
             material = PairMaterial(Examples(both, spec, 2, hold_out), separator)

@@ -22,6 +22,7 @@ from atomtrain.training.config.recipe import PREFERENCES
 from atomtrain.training.setup.objective import MicroBatch, NextToken, OwnLoss, rows_heard
 from atomtrain.training.setup.objectives import (
     Classification,
+    Matching,
     PreferredAnswer,
     RewardModel,
     preference_of,
@@ -33,6 +34,8 @@ _log = logging.getLogger("atomtrain.training")
 _USUAL_CONTEXT = 1024
 _MOST_LOSS = 700.0
 _WHAT = "evaluating"
+_MATCHED_SEQUENCES = 64
+"""That are compared at once: texts among which queries look for their own."""
 
 
 class Evaluation(NamedTuple):
@@ -71,13 +74,26 @@ class ClassEvaluation(NamedTuple):
     context: int
 
 
+class MatchEvaluation(NamedTuple):
+    """How well queries find their texts among those of a batch."""
+
+    loss: float
+    """Mean over queries, nats."""
+    accuracy: float
+    """Share of queries."""
+    queries: int
+    among: int
+    """Texts of a batch."""
+    context: int
+
+
 def evaluate(
     path: Path, data: str | None, context: int | None = None, sequences: int = 64
-) -> Evaluation | PairEvaluation | ClassEvaluation:
+) -> Evaluation | PairEvaluation | ClassEvaluation | MatchEvaluation:
     """Return the held-out loss of a checkpoint's model, or of a Hugging Face folder's.
 
     Pairs of answers are judged as in training, beside the model that the run began with.
-    Classifiers tell classes.
+    Classifiers tell classes, and models without a head give embeddings.
 
     Args:
         path: As `open_trained` takes it.
@@ -103,6 +119,8 @@ def evaluate(
     labels = getattr(sizes, "labels", None)
     if labels is not None and len(labels) > 1:
         return _classified(trained, named, validation, context, sequences)
+    if getattr(sizes, "embeds", False):
+        return _matched(trained, named, validation, context, sequences)
     judges = labels is not None or (recipe is not None and recipe.learns == "labels")
     if judges or has_pairs(named):
         return _judged(path, trained, named, validation, context, sequences)
@@ -150,6 +168,28 @@ def _classified(
             found.append(micro_batch)
     accuracy = objective.numbers(heard, found)["accuracy"]
     return ClassEvaluation(sum(losses) / len(losses), accuracy, len(losses), context)
+
+
+def _matched(
+    trained: Trained, data: Sequence[str], validation: str | None, context: int, sequences: int
+) -> MatchEvaluation:
+    text = read_text(
+        data, trained.sizes, trained.tokenizer, learns="matches", validation=validation
+    )
+    _warn_of(text)
+    objective, losses, found = Matching(), [], []
+    with torch.no_grad(), objective.listening() as heard:
+        at_once = min(_MATCHED_SEQUENCES, max(2, sequences))
+        batches = list(text.material.held_out(context, at_once, max(1, sequences // at_once)))
+        for batch in each(_WHAT, batches, "batches"):
+            [micro_batch] = objective.micro_batches(batch, len(batch.inputs))
+            losses.append(float(objective.loss(trained.model(**micro_batch), micro_batch)))
+            found.append(micro_batch)
+    accuracy = objective.numbers(heard, found)["accuracy"]
+    among = len(batches[0].inputs) // 2
+    return MatchEvaluation(
+        sum(losses) / len(losses), accuracy, among * len(batches), among, context
+    )
 
 
 def _judged(

@@ -25,10 +25,10 @@ from atomtrain.models.making import Sizes, make_outline
 from atomtrain.models.weights.conversion import Read, conversions_to_files
 from atomtrain.models.weights.files import INDEX_FILE, SINGLE_FILE
 from atomtrain.progress import BYTES, Progress
-from atomtrain.training.setup.adapters import (
+from atomtrain.training.setup.adapters import Adapters
+from atomtrain.training.setup.peft_folder import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
-    Adapters,
     peft_config,
     peft_tensors,
 )
