@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,57 +12,58 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from atomtrain.engine.execution.joined_slices import join_slices
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
+slice_backward: Callable[..., Tensor] = aten.slice_backward
 _MANY = 2**63 - 1
 _SHAPE = [2, 3, 8]
 
 
 def _halves(x: Tensor) -> Tensor:
     """Of a whole that was turned: the second half comes from the first, and is negative."""
-    first = aten.slice_backward(aten.neg(x[..., :4]), _SHAPE, 2, 4, _MANY, 1)
-    return first + aten.slice_backward(x[..., 4:], _SHAPE, 2, 0, 4, 1)
+    first = slice_backward(aten.neg(x[..., :4]), _SHAPE, 2, 4, _MANY, 1)
+    return first + slice_backward(x[..., 4:], _SHAPE, 2, 0, 4, 1)
 
 
 def _uneven(x: Tensor) -> Tensor:
-    first = aten.slice_backward(x[..., :3], _SHAPE, -1, 0, 3, 1)
-    return first + aten.slice_backward(x[..., 3:], _SHAPE, 2, 3, 8, 1)
+    first = slice_backward(x[..., :3], _SHAPE, -1, 0, 3, 1)
+    return first + slice_backward(x[..., 3:], _SHAPE, 2, 3, 8, 1)
 
 
 def _with_a_gap(x: Tensor) -> Tensor:
-    first = aten.slice_backward(x[..., :3], _SHAPE, 2, 0, 3, 1)
-    return first + aten.slice_backward(x[..., 4:], _SHAPE, 2, 4, 8, 1)
+    first = slice_backward(x[..., :3], _SHAPE, 2, 0, 3, 1)
+    return first + slice_backward(x[..., 4:], _SHAPE, 2, 4, 8, 1)
 
 
 def _overlapping(x: Tensor) -> Tensor:
-    first = aten.slice_backward(x[..., :5], _SHAPE, 2, 0, 5, 1)
-    return first + aten.slice_backward(x[..., 4:], _SHAPE, 2, 4, 8, 1)
+    first = slice_backward(x[..., :5], _SHAPE, 2, 0, 5, 1)
+    return first + slice_backward(x[..., 4:], _SHAPE, 2, 4, 8, 1)
 
 
 def _of_two_dimensions(x: Tensor) -> Tensor:
-    first = aten.slice_backward(x[:1], _SHAPE, 0, 0, 1, 1)
-    return first + aten.slice_backward(x[..., 4:], _SHAPE, 2, 4, 8, 1)
+    first = slice_backward(x[:1], _SHAPE, 0, 0, 1, 1)
+    return first + slice_backward(x[..., 4:], _SHAPE, 2, 4, 8, 1)
 
 
 def _in_steps(x: Tensor) -> Tensor:
-    first = aten.slice_backward(x[..., ::2], _SHAPE, 2, 0, 8, 2)
-    return first + aten.slice_backward(x[..., 1::2], _SHAPE, 2, 1, 8, 2)
+    first = slice_backward(x[..., ::2], _SHAPE, 2, 0, 8, 2)
+    return first + slice_backward(x[..., 1::2], _SHAPE, 2, 1, 8, 2)
 
 
 def _of_one(x: Tensor) -> Tensor:
-    first = aten.slice_backward(x[..., :4], _SHAPE, 2, 0, 4, 1)
+    first = slice_backward(x[..., :4], _SHAPE, 2, 0, 4, 1)
     return first + x
 
 
 def _used_again(x: Tensor) -> Tensor:
-    first = aten.slice_backward(x[..., :4], _SHAPE, 2, 0, 4, 1)
-    return (first + aten.slice_backward(x[..., 4:], _SHAPE, 2, 4, 8, 1)) * first
+    first = slice_backward(x[..., :4], _SHAPE, 2, 0, 4, 1)
+    return (first + slice_backward(x[..., 4:], _SHAPE, 2, 4, 8, 1)) * first
 
 
 def _channels_last(x: Tensor) -> Tensor:
     image = x.reshape(2, 2, 3, 4).contiguous(memory_format=torch.channels_last)
     size = list(image.shape)
-    first = aten.slice_backward(image[:, :1], size, 1, 0, 1, 1)
-    return first + aten.slice_backward(image[:, 1:], size, 1, 1, 2, 1)
+    first = slice_backward(image[:, :1], size, 1, 0, 1, 1)
+    return first + slice_backward(image[:, 1:], size, 1, 1, 2, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

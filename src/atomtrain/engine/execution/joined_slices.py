@@ -31,6 +31,7 @@ def join_slices(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
             continue
+        slices = list(node.all_input_nodes)
         one, other = (_part(argument) for argument in node.args)
         if one is None or other is None:
             continue
@@ -42,7 +43,6 @@ def join_slices(graph: fx.Graph) -> None:
             joined = graph.call_function(aten.cat.default, (parts, first.dim))
             whole = graph.call_function(aten.add_.Scalar, (joined, 0.0))
         joined.meta = whole.meta = dict(node.meta)
-        slices = node.args
         node.replace_all_uses_with(whole)
         graph.erase_node(node)
         for part in slices:
@@ -53,7 +53,8 @@ def join_slices(graph: fx.Graph) -> None:
 def _part(node: Any) -> _Part | None:
     if not isinstance(node, fx.Node) or node.target is not aten.slice_backward.default:
         return None
-    gradient, size, dim, start, stop, step = node.args
+    arguments: Any = node.args
+    gradient, size, dim, start, stop, step = arguments
     value = node.meta["val"]
     if step != 1 or start < 0 or stop < 0 or not value.is_floating_point():
         return None
