@@ -83,7 +83,7 @@ def test_swapped_is_resident_and_the_loss_is_the_usual_one(
         first,
         optimizer=lambda parameters: AdamW(parameters, lr=1e-2),
         device="emulated",
-        device_memory="256KiB",
+        device_memory="320KiB",
         loss=objective.loss,
         options=Options(micro_batches=2, optimizer_on_device=False),
     ) as engine:

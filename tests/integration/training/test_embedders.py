@@ -16,6 +16,7 @@ from atomtrain.training.setup.state import open_trained
 from tests.support.hugging_face_models import UNTIED, saved_tensors, write_model
 
 pytest.importorskip("transformers")
+pytest.importorskip("gguf")
 pytestmark = pytest.mark.usefixtures("no_search_for_a_fit")
 WORDS = ("cat", "mat", "dog", "door", "rain", "roof", "sat", "lay")
 OPTIONS = [
@@ -54,13 +55,16 @@ def train(*more: str) -> list[dict[str, Any]]:
     return list(read_events(Path("runs/mine/peer-0/events.jsonl")))
 
 
-@pytest.mark.parametrize("more", [(), ("--lora", "r=8,alpha=16")], ids=["whole", "adapters"])
+@pytest.mark.parametrize(
+    "more", [("--learning-rate", "0.001"), ("--lora", "r=8,alpha=16")], ids=["whole", "adapters"]
+)
 def test_queries_find_their_texts_and_the_export_is_a_model_without_a_head(
     more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoModel
 
-    events = train("--steps", "20", *more)
+    events = train("--steps", "30", *more)
+    adapted = "--lora" in more
     evaluations = [event for event in events if event["event"] == "evaluation"]
     assert evaluations[-1]["loss"] < evaluations[0]["loss"]
     assert evaluations[-1]["accuracy"] > evaluations[0]["accuracy"]
@@ -75,8 +79,9 @@ def test_queries_find_their_texts_and_the_export_is_a_model_without_a_head(
     assert main(["generate", "runs/mine/peer-0"]) == 2
     assert "continues none" in capsys.readouterr().err
     assert main(["export", "runs/mine/peer-0", "a.gguf", "--gguf", "f16"]) == 2
+    assert "has no head" in capsys.readouterr().err
 
-    assert main(["export", "runs/mine/peer-0", "exported", *(["--merge"] if more else [])]) == 0
+    assert main(["export", "runs/mine/peer-0", "exported", *(["--merge"] if adapted else [])]) == 0
     load: Any = AutoModel.from_pretrained
     ids = torch.arange(1, 25).view(2, 12)
     with torch.no_grad():
@@ -84,7 +89,7 @@ def test_queries_find_their_texts_and_the_export_is_a_model_without_a_head(
         exported = load("exported").eval()
         assert type(exported).__name__ == "LlamaModel"
         assert torch.equal(exported(ids).last_hidden_state, own)
-    if more:
+    if adapted:
         peft = pytest.importorskip("peft")
         assert main(["export", "runs/mine/peer-0", "adapters"]) == 0
         with torch.no_grad():
@@ -94,7 +99,8 @@ def test_queries_find_their_texts_and_the_export_is_a_model_without_a_head(
     assert main(["evaluate", "exported", "--data", "rows.jsonl", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["loss"] == pytest.approx(found["loss"], abs=1e-5)
-    assert main(["train", "--model", "exported", "--data", "rows.jsonl", "--steps", "1"]) == 2
+    given = ["--model", "exported", "--data", "rows.jsonl", "--objective", "dpo"]
+    assert main(["train", *given, "--steps", "1"]) == 2
     assert "has no head" in capsys.readouterr().err
 
 

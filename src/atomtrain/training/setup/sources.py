@@ -94,13 +94,13 @@ def _from_folder(options: TrainOptions, recipe: Recipe) -> Source:
     assert isinstance(recipe.sizes, HuggingFaceConfig)
     folder = model_folder(options.model)
     tokenizer = read_tokenizer(folder)
-    tokenizer.check_room(recipe.sizes.vocabulary, str(folder))
+    sizes = recipe.sizes
+    tokenizer.check_room(sizes.vocabulary, str(folder))
     if recipe.has_head:
-        recipe = _with_head(recipe, recipe.sizes, options.data, tokenizer.separator)
+        recipe = _with_head(recipe, sizes, options.data, tokenizer.separator)
     elif recipe.objective == "embed":
-        config = without_head(recipe.sizes.config)
-        sizes = dataclasses.replace(recipe.sizes, config=config)
-        recipe = dataclasses.replace(recipe, sizes=sizes)
+        headless = dataclasses.replace(sizes, config=without_head(sizes.config))
+        recipe = dataclasses.replace(recipe, sizes=headless)
     weights = _weights_in(folder, recipe)
     text = _text(options.data, options.validation, recipe, tokenizer)
     return Source(recipe, text, weights=weights)

@@ -34,8 +34,8 @@ _log = logging.getLogger("atomtrain.training")
 _USUAL_CONTEXT = 1024
 _MOST_LOSS = 700.0
 _WHAT = "evaluating"
-_MATCHED_SEQUENCES = 64
-"""That are compared at once: texts among which queries look for their own."""
+_AMONG = 32
+"""Texts among which a query looks for its own, where there are so many."""
 
 
 class Evaluation(NamedTuple):
@@ -179,17 +179,17 @@ def _matched(
     _warn_of(text)
     objective, losses, found = Matching(), [], []
     with torch.no_grad(), objective.listening() as heard:
-        at_once = min(_MATCHED_SEQUENCES, max(2, sequences))
-        batches = list(text.material.held_out(context, at_once, max(1, sequences // at_once)))
+        pairs = list(text.material.held_out(context, 2, max(1, sequences // 2)))
+        among = min(_AMONG, len(pairs))
+        starts = range(0, len(pairs) - among + 1, among)  # among fewer it would be easier
+        batches = [joined(pairs[start : start + among]) for start in starts]
         for batch in each(_WHAT, batches, "batches"):
             [micro_batch] = objective.micro_batches(batch, len(batch.inputs))
             losses.append(float(objective.loss(trained.model(**micro_batch), micro_batch)))
             found.append(micro_batch)
     accuracy = objective.numbers(heard, found)["accuracy"]
-    among = len(batches[0].inputs) // 2
-    return MatchEvaluation(
-        sum(losses) / len(losses), accuracy, among * len(batches), among, context
-    )
+    mean = sum(losses) / len(losses)
+    return MatchEvaluation(mean, accuracy, among * len(batches), among, context)
 
 
 def _judged(

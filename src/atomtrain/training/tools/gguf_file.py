@@ -205,6 +205,11 @@ def _prepared(
     _check(target, kind)
     parts = parts_of(checkpoint, "float32", merge=None)
     if isinstance(parts.sizes, HuggingFaceConfig):
+        if parts.sizes.embeds:
+            raise ConfigError(
+                f"{checkpoint.path} has no head, and GGUF is written of language models; leave "
+                "--gguf out"
+            )
         model = described(make_outline(parts.sizes).config, parts.sizes.config["model_type"])
     else:
         model = described(None, "gpt (ATOM's own)")
