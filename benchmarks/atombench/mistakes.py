@@ -208,6 +208,7 @@ MISTAKES = (
     Mistake((*_TINY, "--use_gradient_checkpointing", "unsloth"), "the plan decides this"),
     Mistake((*_TINY, "--block_size", "1024"), "give --context"),
     Mistake((*_TINY, "--no_cuda"), "give --device cpu"),
+    Mistake(("train", "--model", "./llama", "--data", "text.txt"), "there is no folder llama"),
 )
 
 
