@@ -38,6 +38,17 @@ COMMANDS = {
     "completion": "complete commands and options in bash, zsh or fish",
     "bench": "measure; prints one JSON object with --json",
 }
+_MEANT = {
+    **dict.fromkeys(("finetune", "fit", "launch", "pretrain", "run", "sft", "tune"), "train"),
+    **dict.fromkeys(("chat", "infer", "inference", "sample"), "generate"),
+    **dict.fromkeys(("convert", "merge", "push"), "export"),
+    **dict.fromkeys(("preprocess", "tokenize"), "data"),
+    **dict.fromkeys(("env", "info"), "doctor"),
+    **dict.fromkeys(("ui", "webui"), "dashboard"),
+    "config": "init",
+    "estimate-memory": "plan",
+}
+"""What commands of other tools are called here, where the spelling tells nothing of it."""
 _PACKAGES = {"bench": "atombench", "simulate": "atomresearch"}
 """Commands that are of a package of their own."""
 _MODULES = {
@@ -153,7 +164,7 @@ def _run(arguments: list[str]) -> int:
         commands = "\n".join(f"  {name:<10} {about}" for name, about in COMMANDS.items())
         sys.stdout.write(_USAGE.format(commands=commands, version=__version__))
         return 0 if arguments else 2
-    if arguments[0] in ("-V", "--version"):
+    if arguments[0] in ("-V", "--version", "version"):
         sys.stdout.write(f"atom {__version__}\n")
         return 0
     name = arguments[0]
@@ -164,10 +175,8 @@ def _run(arguments: list[str]) -> int:
     if name == "atom":
         raise ConfigError("'atom' stands there twice; leave one out")
     if name not in COMMANDS:
-        raise ConfigError(
-            f"there is no command {name!r}.{nearest(name, COMMANDS)} "
-            f"Commands: {', '.join(COMMANDS)}"
-        )
+        meant = f" Did you mean {_MEANT[name]!r}?" if name in _MEANT else nearest(name, COMMANDS)
+        raise ConfigError(f"there is no command {name!r}.{meant} Commands: {', '.join(COMMANDS)}")
     run = command_of(name)
     with listening(progress_line) if sys.stderr.isatty() else nullcontext():
         return run(arguments[1:])

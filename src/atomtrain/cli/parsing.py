@@ -56,6 +56,8 @@ class Parser(argparse.ArgumentParser):
                 raise ConfigError(f"{given} is not an option of {self.prog}; {instead}")
             names = [f.removeprefix("--") for f in self._option_string_actions if f[:2] == "--"]
             hint = nearest(given.lstrip("-"), names).replace("mean '", "mean '--") if given else ""
+            if not given and (pair := re.search(r"(\w+)=(\S+)", message)):
+                hint = f" Options have dashes: write --{pair[1].replace('_', '-')} {pair[2]}."
         if found := _LONG_DASHES.search(message):
             hint = f" It has {found[0]!r}, which looks like a minus; type '-'."
         raise ConfigError(f"{message}.{hint} See '{self.prog} --help'")

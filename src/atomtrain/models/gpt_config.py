@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomtrain.errors import ConfigError, nearest
@@ -74,6 +75,7 @@ _GPT3 = {
 }
 GPT3 = tuple(_GPT3)
 """The family's names, from small to large."""
+CONFIG_FILE = "config.json"
 PRESETS: dict[str, GPTConfig] = {
     **_GPT3,
     "demo": GPTConfig(layers=8, width=320, heads=5, head_width=64, vocabulary=4096, context=256),
@@ -110,6 +112,28 @@ _IN_BLOCK = {
     "mlp_out": "mlp.c_proj",
 }
 _BLOCK = re.compile(r"blocks\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+def check_place(name: str) -> None:
+    """Refuse a path at which no model of Hugging Face lies; ids such as `org/name` pass.
+
+    Here since it needs no PyTorch: the command line tells this mistake at once.
+
+    Raises:
+        ConfigError: there is no such folder, or no model in it.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"{path} has no {CONFIG_FILE}; give the folder of a Hugging Face model, or one of "
+                f"{', '.join(PRESETS)}"
+            )
+    elif path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ConfigError(
+            f"there is no folder {path}.{nearest(name, PRESETS)} Give the folder of a Hugging Face "
+            f"model, its id such as org/name, or one of {', '.join(PRESETS)}"
+        )
 
 
 def gpt2_name(name: str) -> str:

@@ -31,7 +31,7 @@ from atomtrain.models.confined import (
     parts_within,
     quantisation_of,
 )
-from atomtrain.models.gpt_config import PRESETS
+from atomtrain.models.gpt_config import CONFIG_FILE, PRESETS, check_place
 from atomtrain.models.heads import check_head, is_classifier, is_embedder, labels_of
 from atomtrain.models.image_text import (
     KINDS,
@@ -44,7 +44,6 @@ from atomtrain.models.image_text import (
 )
 from atomtrain.models.weights.files import files_of
 
-CONFIG_FILE = "config.json"
 LEAST_TRANSFORMERS = (5, 8)
 CARRIED_FILES = (
     "generation_config.json",
@@ -164,19 +163,8 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
         ConfigError: there is no such folder or model.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / CONFIG_FILE).is_file():
-            raise ConfigError(
-                f"{path} has no {CONFIG_FILE}; give the folder of a Hugging Face model, or one of "
-                f"{', '.join(PRESETS)}"
-            )
-        return path
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ConfigError(
-            f"there is no folder {path}.{nearest(name, PRESETS)} Give the folder of a Hugging Face "
-            f"model, its id such as org/name, or one of {', '.join(PRESETS)}"
-        )
-    return _from_hub(name, weights)
+    check_place(name)
+    return path if path.is_dir() else _from_hub(name, weights)
 
 
 def _from_hub(name: str, weights: bool) -> Path:

@@ -164,6 +164,13 @@ def test_a_thousand_peers(run: dict[str, Any], address: str) -> None:
         page.until("document.querySelectorAll('#peers tbody tr').length === 900")
         assert page.run(f"{marked}.dataset.kept") == "yes", "rows are changed in place"
         assert page.run(f"{marked}.cells[2].textContent") == "507"
+        far = "document.querySelectorAll('#peers tbody tr')[600]"
+        assert page.run(f"{far}.innerText") == "peer-600", (
+            "what is out of sight can be searched for"
+        )
+        page.run(f"{far}.scrollIntoView()")
+        page.until(f"{far}.cells[2]?.textContent === '1.1k'")
+        page.until(f"{marked}.cells.length === 1")
         page.run("document.querySelectorAll('#peers th button')[2].click()")
         page.run("document.querySelectorAll('#peers th button')[2].click()")
         first = "document.querySelector('#peers tbody tr').cells[0].textContent"

@@ -27,7 +27,7 @@ def test_a_long_curve_has_few_points_and_keeps_peaks_and_mean() -> None:
     assert body is not None
     loss = body["fields"]["loss"]
     assert MOST_POINTS / 2 <= len(body["x"]) == len(loss["mean"]) <= MOST_POINTS
-    assert (body["every"], body["x"][:2]) == (64, [0, 64])
+    assert (body["every"], body["x"][:2]) == (128, [0, 128])
     assert max(loss["high"]) == 1000
     assert min(loss["low"]) == -7
     assert loss["mean"][0] == 0.5

@@ -105,6 +105,11 @@ def imported(path: Path) -> Imported:
         ConfigError: it cannot be read, or says something that cannot be.
     """
     said = _read(path)
+    if any(isinstance(value, dict) and "_component_" in value for value in said.values()):
+        raise ConfigError(
+            f"{path} is a recipe of torchtune, which is not understood; 'atom init' asks and "
+            "writes a recipe"
+        )
     if not said.keys() & KNOWN:
         raise ConfigError(
             f"{path} is not a recipe of axolotl or LLaMA-Factory: none of its keys is one of "

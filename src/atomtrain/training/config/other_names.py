@@ -97,6 +97,12 @@ _METRICS = "give --metrics"
 _SEVERAL = "give --device cuda:0,cuda:1, or --peers N"
 _HUB = "see atom export --push"
 _MOMENTS = "AdamW has betas of 0.9 and 0.95 here; leave it out"
+_PRECISION = "give --precision"
+_OBJECTIVE = "give --objective; next-token is the default"
+_VALIDATION = "give --validation FILE, or leave it out: some of the data is held out"
+_TEMPLATE = "the model's own template is used; leave it out"
+_DEVICE = "give --device, such as cuda:0"
+_OTHERS = "other machines join with --join; leave it out"
 _MISSING = "it has no counterpart; leave it out"
 ADVICE = {
     "attn_implementation": "attention is PyTorch's own; leave it out",
@@ -126,11 +132,49 @@ ADVICE = {
     "trust_remote_code": "code of a model's folder is never run; leave it out",
     "use_cpu": "give --device cpu",
     "use_peft": _LORA,
-    **dict.fromkeys(("lora_alpha", "lora_r", "lora_rank"), _LORA),
-    **dict.fromkeys(("dataset", "dataset_name", "train_file"), _DATA),
+    "accumulate_grad_batches": "give --sequences, and --micro-batch for one forward call",
+    "block_size": "give --context",
+    "full_finetuning": "it is what is done without --lora; leave it out",
+    "load_in_16bit": _PRECISION,
+    "max_epochs": "give --epochs",
+    "no_cuda": "give --device cpu",
+    "overwrite_output_dir": "a run is never overwritten; give --run for another name",
+    "plot_loss": "the picture of the loss is always made; leave it out",
+    "quantization_bit": _FROZEN,
+    "save_method": "see atom export; leave it out",
+    "streaming": "give --data stream:NAME",
+    "train_on_inputs": "the loss is on answers only; leave it out",
+    **dict.fromkeys(
+        (
+            *("adapter", "lora_alpha", "lora_dropout", "lora_r", "lora_rank", "lora_target"),
+            *("lora_target_linear", "lora_target_modules", "use_dora", "use_rslora"),
+        ),
+        _LORA,
+    ),
+    **dict.fromkeys(
+        ("dataset", "dataset_config_name", "dataset_dir", "dataset_name", "train_file"), _DATA
+    ),
+    **dict.fromkeys(("dtype", "fp16_opt_level", "mixed_precision", "torch_dtype"), _PRECISION),
+    **dict.fromkeys(("pref_loss", "rl", "stage"), _OBJECTIVE),
+    **dict.fromkeys(("chat_template", "template"), _TEMPLATE),
+    **dict.fromkeys(("eval_dataset", "val_set_size", "val_size", "validation_file"), _VALIDATION),
+    **dict.fromkeys(("clip_grad", "gradient_clip_val"), "give --clip-norm"),
+    **dict.fromkeys(("accelerator", "devices", "gpu", "gpus", "num_gpus"), _DEVICE),
+    **dict.fromkeys(
+        ("context_parallel_size", "pipeline_parallel_size", "tensor_parallel_size"), _SEVERAL
+    ),
+    **dict.fromkeys(("cpu_offload", "offload_optimizer", "strategy", "zero_stage"), _SWAPPED),
+    **dict.fromkeys(
+        (
+            *("machine_rank", "main_process_ip", "main_process_port", "master_addr"),
+            *("master_port", "nnodes", "node_rank", "num_machines", "rdzv_endpoint"),
+        ),
+        _OTHERS,
+    ),
     **dict.fromkeys(
         (
             *("activation_checkpointing", "activation_checkpointing_kwargs"),
+            "use_gradient_checkpointing",
             *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
             *("bf16_full_eval", "fp16_full_eval", "torch_empty_cache_steps"),
         ),
@@ -151,7 +195,10 @@ ADVICE = {
         ),
         _SEVERAL,
     ),
-    **dict.fromkeys(("do_eval", "eval_delay", "eval_on_start", "eval_strategy"), _EVALUATED),
+    **dict.fromkeys(
+        ("do_eval", "eval_delay", "eval_on_start", "eval_strategy", "evaluation_strategy"),
+        _EVALUATED,
+    ),
     **dict.fromkeys(
         ("save_only_model", "save_total_limit", "load_best_model_at_end", "metric_for_best_model"),
         _LAST_KEPT,
@@ -174,7 +221,7 @@ ADVICE = {
     **dict.fromkeys(
         (
             *("project", "report_to", "trackio_bucket_id", "trackio_space_id"),
-            *("trackio_static_space_id", "use_tensorboard", "wandb_project"),
+            *("trackio_static_space_id", "use_tensorboard", "wandb_entity", "wandb_project"),
         ),
         _METRICS,
     ),
@@ -191,6 +238,8 @@ ADVICE = {
             *("optim_target_modules", "prediction_loss_only", "remove_unused_columns"),
             *("restore_callback_states_from_checkpoint", "save_on_each_node"),
             *("skip_memory_metrics", "train_sampling_strategy", "use_cache", "use_liger_kernel"),
+            *("dataset_prepared_path", "early_stopping_patience", "enable_liger_kernel"),
+            *("max_samples", "max_train_samples", "overwrite_cache"),
         ),
         _MISSING,
     ),

@@ -52,6 +52,15 @@ def check_early(options: TrainOptions) -> None:
         plain = options.objective in (None, OBJECTIVES[0])
         follows = options.resume or options.join
         check_sources(options.data, options.validation, conversations=plain and not follows)
+    if options.model is not None and not options.resume and not options.join:
+        _check_place(options.model)
+
+
+def _check_place(name: str) -> None:
+    from atomtrain.models.gpt_config import PRESETS, check_place
+
+    if name not in PRESETS and Path(name).suffix != ".json":
+        check_place(name)
 
 
 def check_model_name(name: str | None) -> None:

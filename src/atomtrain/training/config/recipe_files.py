@@ -27,6 +27,11 @@ _GONE = "delay_updates"
 """An option of earlier versions, which recipes may still name."""
 _TEXT_MISTAKES = 5
 """A file with so many keys, and no option among them, is something else."""
+_OF_OTHERS = {
+    "adapter", "base_model", "dataset", "datasets", "finetuning_type", "model_name_or_path",
+    "stage", "template",
+}  # fmt: skip
+"""Keys of axolotl and LLaMA-Factory; two of them are no accident."""
 _INSTEAD = {
     "steps": "epochs",
     "epochs": "steps",
@@ -68,6 +73,9 @@ def recipe_path(given: str) -> Path:
         return ready[given]
     if path.is_dir():
         raise ConfigError(f"{given} is a folder; give a recipe file, or a text with --data")
+    name, equals, value = given.partition("=")
+    if equals:
+        raise ConfigError(f"options have dashes: write --{name.replace('_', '-')} {value}")
     if path.suffix in SUFFIXES or len(path.parts) > 1:
         raise ConfigError(f"there is no recipe file {given}; 'atom init' writes one")
     raise ConfigError(
@@ -82,15 +90,17 @@ def read_recipe(path: Path) -> RecipeFile:
     Raises:
         RecipeFileError: one line for each mistake: unknown keys (with the nearest one), values of
             the wrong type, keys given twice.
-        ConfigError: the file cannot be read, or is not YAML.
+        ConfigError: the file cannot be read, is not YAML, or is a recipe of another tool.
     """
     hints = typing.get_type_hints(TrainOptions)
     values: dict[str, Any] = {}
     others: dict[str, Any] = {}
     lines: dict[str, int] = {}
     mistakes: list[str] = []
+    seen: set[str] = set()
     for key, node in _entries(path):
         line, name = key.start_mark.line + 1, str(key.value).replace("-", "_")
+        seen.add(name)
         try:
             if name == _GONE:
                 _check_gone(str(key.value), node)
@@ -109,6 +119,11 @@ def read_recipe(path: Path) -> RecipeFile:
             continue
         if value is not None:
             (values if name in hints else others)[name] = value
+    if mistakes and len(seen & _OF_OTHERS) > 1:
+        raise ConfigError(
+            f"{path} is a recipe of axolotl or LLaMA-Factory; 'atom import {path} --out "
+            "recipe.yaml' makes one of ATOM"
+        )
     if not lines and len(mistakes) >= _TEXT_MISTAKES:
         raise ConfigError(
             f"{path} is no recipe: no key in it is an option; to train on a text give --data {path}"

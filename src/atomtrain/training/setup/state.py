@@ -15,7 +15,8 @@ from atomtrain.engine.devices.device import Device
 from atomtrain.engine.engine import Engine
 from atomtrain.errors import CheckpointError
 from atomtrain.models import make_empty
-from atomtrain.models.hugging_face import CONFIG_FILE, read_config
+from atomtrain.models.gpt_config import CONFIG_FILE
+from atomtrain.models.hugging_face import read_config
 from atomtrain.models.lora import adapted_layers
 from atomtrain.models.lora_config import LoraConfig
 from atomtrain.models.making import Sizes, make_outline

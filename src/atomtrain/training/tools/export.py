@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from atomtrain.checkpoint import Checkpoint
 from atomtrain.data.tokenizer import Tokenizer
 from atomtrain.errors import CheckpointError, ConfigError, nearest
-from atomtrain.models.gpt_config import GPTConfig, gpt2_config, gpt2_name, gpt2_tensor
-from atomtrain.models.hugging_face import CONFIG_FILE
+from atomtrain.models.gpt_config import CONFIG_FILE, GPTConfig, gpt2_config, gpt2_name, gpt2_tensor
 from atomtrain.models.making import Sizes, make_outline
 from atomtrain.models.weights.conversion import Read, conversions_to_files
 from atomtrain.models.weights.files import INDEX_FILE, SINGLE_FILE

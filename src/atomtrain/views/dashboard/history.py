@@ -91,7 +91,7 @@ class PeerHistory:
         return [{"kind": kind, **body} for kind, body in found if body is not None]
 
 
-MOST_POINTS = 2048
+MOST_POINTS = 1024
 _DIGITS = 6
 _MOST = 1e300
 _MOST_X = 1 << 53

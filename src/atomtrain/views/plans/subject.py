@@ -34,10 +34,9 @@ from atomtrain.engine.state.precision import PRECISIONS, Narrowed
 from atomtrain.engine.updates.optimizer import states_of, update_model
 from atomtrain.errors import AtomError, ConfigError
 from atomtrain.models.gpt import GPT
-from atomtrain.models.gpt_config import preset
+from atomtrain.models.gpt_config import CONFIG_FILE, preset
 from atomtrain.models.heads import head_of
 from atomtrain.models.hugging_face import (
-    CONFIG_FILE,
     build,
     check_context,
     is_hugging_face,

@@ -11,6 +11,7 @@ const FONT = "12px system-ui, sans-serif";
 const RIGHT = 26;
 const LEAST_DRAG = 8;
 const MOST_VALUES = 12;
+const MOST_EDGED = 4;
 const COLOURS = 7;
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
 const WHOLE_STEPS = [1, 2, 5].flatMap((n) => Array.from({ length: 13 }, (_, power) => n * 10 ** power)).sort((a, b) => a - b);
@@ -146,7 +147,7 @@ export class Chart {
 
   options(lines, parts, width) {
     const [series, bands] = [[{}], []];
-    const [behind, edge] = [opaque(0.22 / lines.length), opaque(0.4 / Math.sqrt(lines.length))];
+    const [behind, edge] = [opaque(0.22 / Math.sqrt(lines.length)), opaque(0.4 / Math.sqrt(lines.length))];
     this.mains = [];
     lines.forEach((line, i) => {
       const alone = line.x.length === 1;
@@ -155,9 +156,11 @@ export class Chart {
         stroke: () => colourOf(line.look), width: 2, dash: dashOf(line.look), spanGaps: true,
         points: { show: alone ? true : undefined, size: 5 },
       });
-      if (parts[i].length === 3) bands.push({ series: [series.length + 1, series.length], fill: () => colourOf(line.look) + behind });
+      const shaded = parts[i].length === 3;
+      const edged = shaded && lines.length > MOST_EDGED ? 0 : 1; // many edges take long to draw
+      if (shaded) bands.push({ series: [series.length + 1, series.length], fill: () => colourOf(line.look) + behind });
       for (let more = 1; more < parts[i].length; more += 1) {
-        series.push({ stroke: () => colourOf(line.look) + edge, width: 1, spanGaps: true, points: { show: false } });
+        series.push({ stroke: () => colourOf(line.look) + edge, width: edged, spanGaps: true, points: { show: false } });
       }
     });
     const axis = { font: FONT, stroke: () => css("--dim"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { show: false } };

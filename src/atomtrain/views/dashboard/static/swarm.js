@@ -1,4 +1,5 @@
-// The swarm: one row a peer, kept in place and changed cell by cell, so that thousands stay smooth.
+// The swarm: one row a peer, kept in place and changed cell by cell. Rows out of sight have their
+// name only, by which they can be searched for, so that thousands stay smooth.
 
 import { bytes, clock, count, element, percent, rate, seconds, setHead, setRows, setText, texts } from "./format.js";
 
@@ -15,7 +16,9 @@ const COLUMNS = [
 ];
 const MOST_IN_MATRIX = 24;
 const MOST_ROUNDS = 60;
+const NAME_ONLY = COLUMNS.slice(0, 1);
 const ROWS_A_FRAME = 120;
+const ROWS_NEAR = 20;
 const COLLATOR = new Intl.Collator(undefined, { numeric: true });
 
 function stateOf(row) {
@@ -44,11 +47,15 @@ function agoOf(row, all) {
 export class PeerTable {
   constructor(table) {
     this.body = table.tBodies[0];
+    this.scroller = table.parentElement;
     this.rows = new Map();
     this.now = 0;
     this.shown = new Map();
+    this.order = [];
+    this.whole = new Set();
     this.sorted = { id: "name", down: false };
     this.head(table.tHead);
+    this.scroller.addEventListener("scroll", () => this.drawSeen());
   }
 
   head(head) {
@@ -75,71 +82,92 @@ export class PeerTable {
     });
   }
 
-  // Draws some rows a frame, so that a table of thousands never makes the page stutter.
   draw({ rows, now } = this) {
-    Object.assign(this, { rows, now });
     const all = { now, tokens: 0 };
-    for (const row of this.rows.values()) all.tokens += row.tokens || 0;
-    this.waiting = [...this.rows.keys()];
-    this.all = all;
+    for (const row of rows.values()) all.tokens += row.tokens || 0;
+    Object.assign(this, { rows, now, all, changed: true });
     if (!this.working) this.drawSome();
   }
 
   drawSome() {
-    this.working = true;
-    for (const id of this.waiting.splice(0, ROWS_A_FRAME)) {
-      const row = this.rows.get(id);
-      if (row) this.drawRow(id, row, this.all);
-    }
-    if (this.waiting.length) {
+    Object.assign(this, { working: true, changed: false });
+    const missing = [...this.rows.keys()].filter((id) => !this.shown.has(id));
+    for (const id of missing.slice(0, ROWS_A_FRAME)) this.drawRow(id, NAME_ONLY);
+    if (missing.length > ROWS_A_FRAME) {
       requestAnimationFrame(() => this.drawSome());
       return;
     }
+    this.drawSeen();
     for (const [id, shown] of this.shown) {
       if (this.rows.has(id)) continue;
       shown.remove();
       this.shown.delete(id);
     }
-    this.waitingRows = this.order();
-    this.placeSome(this.body.firstElementChild);
+    this.order = this.inOrder();
+    this.placeSome(0, this.body.firstElementChild);
   }
 
-  order() {
+  // All rows are equally high.
+  drawSeen() {
+    const height = this.body.firstElementChild?.offsetHeight;
+    if (!height) return;
+    const { scrollTop, clientHeight } = this.scroller;
+    const from = Math.max(0, Math.floor(scrollTop / height) - ROWS_NEAR);
+    const to = Math.ceil((scrollTop + clientHeight) / height) + ROWS_NEAR;
+    const seen = new Set(this.order.slice(from, to));
+    for (const id of seen) this.drawRow(id, COLUMNS);
+    for (const id of this.whole) if (!seen.has(id)) this.drawRow(id, NAME_ONLY);
+    this.whole = seen;
+  }
+
+  inOrder() {
     const column = COLUMNS.find((one) => one.id === this.sorted.id);
     const sign = this.sorted.down ? -1 : 1;
-    const keyed = [...this.shown.entries()].map(([id, shown]) => [column.value(this.rows.get(id)), id, shown]);
+    const keyed = [...this.shown.keys()].map((id) => [column.value(this.rows.get(id)), id]);
     keyed.sort(([left, idA], [right, idB]) => {
       const by = typeof left === "number" && typeof right === "number" ? left - right
         : COLLATOR.compare(String(left), String(right));
       return sign * by || (idA < idB ? -1 : 1);
     });
-    return keyed.map(([, , shown]) => shown);
+    return keyed.map(([, id]) => id);
   }
 
-  drawRow(id, row, all) {
+  drawRow(id, columns) {
+    const row = this.rows.get(id);
+    if (!row) return;
     let shown = this.shown.get(id);
     if (!shown) {
-      shown = element("tr", {}, ...COLUMNS.map((column) => element("td", { class: column.number ? "number" : "" })));
-      shown.title = id;
+      shown = element("tr", { title: id });
       this.shown.set(id, shown);
     }
     const look = `${row.is_self ? "self" : ""} ${row.reachable === false ? "gone" : ""}`.trim();
     if (shown.className !== look) shown.className = look;
-    COLUMNS.forEach((column, index) => setText(shown.cells[index], column.text(row, all) ?? "-"));
+    while (shown.cells.length > columns.length) shown.lastElementChild.remove();
+    columns.forEach((column, index) => {
+      if (!shown.cells[index]) shown.append(element("td", { class: column.number ? "number" : "" }));
+      setText(shown.cells[index], column.text(row, this.all) ?? "-");
+    });
   }
 
   // Moves only rows that are not where they belong, some a frame.
-  placeSome(present) {
-    for (const row of this.waitingRows.splice(0, ROWS_A_FRAME)) {
-      if (row === present) present = present.nextElementSibling;
-      else this.body.insertBefore(row, present);
+  placeSome(index, present) {
+    let moved = 0;
+    for (; index < this.order.length && moved < ROWS_A_FRAME; index += 1) {
+      const row = this.shown.get(this.order[index]);
+      if (row === present) {
+        present = present.nextElementSibling;
+      } else {
+        this.body.insertBefore(row, present);
+        moved += 1;
+      }
     }
-    if (this.waitingRows.length) {
-      requestAnimationFrame(() => this.placeSome(present));
+    if (moved) this.drawSeen();
+    if (index < this.order.length) {
+      requestAnimationFrame(() => this.placeSome(index, present));
       return;
     }
     this.working = false;
-    if (this.waiting.length) this.drawSome();
+    if (this.changed) this.drawSome();
   }
 
   summary() {
