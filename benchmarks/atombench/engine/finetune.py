@@ -33,8 +33,8 @@ from atomtrain.data.tokens import prepare
 from atomtrain.errors import ConfigError, DataError
 from atomtrain.events import EVENTS_FILE, read_events
 from atomtrain.files import default_cache
+from atomtrain.models.gpt_config import CONFIG_FILE
 from atomtrain.models.hugging_face import (
-    CONFIG_FILE,
     HuggingFaceConfig,
     build,
     require_transformers,
