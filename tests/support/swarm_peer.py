@@ -117,9 +117,9 @@ def follow_clocks(file: Path) -> None:
 
     with file.open("rb") as opened:
         ahead_s = mmap.mmap(opened.fileno(), 16, prot=mmap.PROT_READ)
-    day, steady = time.time, directory.steady_s
+    day, steady = time.time, directory.steady_s  # type: ignore[attr-defined]
     tell_time(lambda: day() + struct.unpack("dd", ahead_s)[0])
-    directory.steady_s = lambda: steady() + struct.unpack("dd", ahead_s)[1]
+    directory.steady_s = lambda: steady() + struct.unpack("dd", ahead_s)[1]  # type: ignore[attr-defined]
 
 
 def misbehave(kind: str) -> None:
@@ -131,13 +131,13 @@ def misbehave(kind: str) -> None:
     factor = float(times or 1e6)
     first: list[Any] = []
 
-    def corrupt(self: Contributions, *what: Any) -> Any:
-        encoded = encode(self, *what)
+    def corrupt(self: Contributions, *what: Any, **how: Any) -> Any:
+        encoded = encode(self, *what, **how)
         spoilt = memoryview(bytearray(random.randbytes(len(encoded.data))))
         return encoded._replace(data=spoilt)
 
-    def replay(self: Contributions, *what: Any) -> Any:
-        encoded = encode(self, *what)
+    def replay(self: Contributions, *what: Any, **how: Any) -> Any:
+        encoded = encode(self, *what, **how)
         first.append(encoded.data) if not first else None
         same = len(first[0]) == len(encoded.data)
         return encoded._replace(data=first[0] if same else encoded.data)
