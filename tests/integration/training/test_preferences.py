@@ -228,7 +228,7 @@ MISTAKES = {
     "packed": (["--packing"], "every answer has its own"),
     "unknown": (
         ["--objective", "ppo"],
-        "choose next-token, dpo, simpo, orpo, kto, reward or classify",
+        "choose next-token, dpo, simpo, orpo, kto, reward, classify or embed",
     ),
     "beta": (["--beta", "0"], "--beta must be above 0"),
     "beta alone": (["--objective", "next-token", "--beta", "1"], "--beta belongs to"),
