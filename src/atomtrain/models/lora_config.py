@@ -91,8 +91,9 @@ class LoraConfig:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LoraConfig:
         """Read what `dataclasses.asdict` made, possibly through JSON."""
+        targets = tuple(data["targets"])
         saved = tuple(data.get("modules_to_save", ()))
-        return cls(**{**data, "targets": tuple(data["targets"]), "modules_to_save": saved})
+        return cls(**{**data, "targets": targets, "modules_to_save": saved})
 
 
 def rounds_of(init: str) -> int | None:
