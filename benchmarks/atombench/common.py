@@ -152,7 +152,7 @@ def _check_out(path: Path) -> None:
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise ConfigError(
-            f"--out {path}: {above} is no directory that you may write to; choose another"
+            f"--out {path}: {above} is not a directory that you may write to; choose another"
         )
 
 

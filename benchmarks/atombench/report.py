@@ -49,7 +49,7 @@ def read_results(folder: Path) -> Results:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read as a result: {error}") from error
         if not isinstance(result, dict):
-            raise ConfigError(f"{path} is no result of a benchmark: not a JSON object")
+            raise ConfigError(f"{path} is not a result of a benchmark: not a JSON object")
         found[path.stem] = result
     if not found:
         raise ConfigError(

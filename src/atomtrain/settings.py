@@ -161,7 +161,7 @@ def memory_of(given: Any) -> dict[str, Any]:
     """Return `host_memory_bytes` and `device_memory_bytes`, as far as they are given.
 
     Raises:
-        ConfigError: one is no size.
+        ConfigError: one is not a size.
     """
     return {
         f"{name}_bytes": parse_bytes(text, flag_of(name))
@@ -203,7 +203,7 @@ def check_name(flag: str, name: str) -> None:
     """Refuse what no run and no peer can be called."""
     if not is_name(name):
         raise ConfigError(
-            f"{flag} {name!r} is no name; use 1 to {NAME_MAX} letters, digits, '-', '_' or '.'"
+            f"{flag} {name!r} is not a name; use 1 to {NAME_MAX} letters, digits, '-', '_' or '.'"
         )
 
 

@@ -278,4 +278,4 @@ def _number(digits: str, text: str) -> float:
     try:
         return float(digits)
     except ValueError:
-        raise ConfigError(f"--link {text!r}: {digits!r} is no number; write {_FORM}") from None
+        raise ConfigError(f"--link {text!r}: {digits!r} is not a number; write {_FORM}") from None

@@ -178,7 +178,7 @@ def _result(alone: list[list[Result]], together: list[list[Result]]) -> Result:
 def codec_costs(alone: list[list[Result]], codecs: dict[str, list[Result]]) -> Result:
     """Return what each wire format takes of a step's processor time, of what the peers told.
 
-    A step is one of those alone: what the formats take is no part of it.
+    A step is one of those alone: what the formats take is not part of it.
     """
     step_s = statistics.mean(reply["processor_s"] for window in alone for reply in window)
     found = {}

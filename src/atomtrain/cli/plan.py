@@ -300,7 +300,7 @@ def pictured_in(name: str, data: Sequence[str], context: int) -> Pictured:
     """Return micro-batches with the largest images of data, for the model of a name.
 
     Raises:
-        ConfigError: the model is no folder of one that reads images.
+        ConfigError: the model is not a folder of one that reads images.
         DataError: the data cannot be read, or have no images.
     """
     from atomtrain.data.tokenizer import read_tokenizer

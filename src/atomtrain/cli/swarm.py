@@ -157,7 +157,7 @@ def pasted_addresses(text: str) -> tuple[str, tuple[str, ...]]:
     """Return run and addresses in what a user pasted, `RUN@ADDRESS` or several with commas.
 
     Raises:
-        SwarmError: one is no address of a peer, or there is not one run.
+        SwarmError: one is not an address of a peer, or there is not one run.
     """
     from atomtrain.swarm.transport.addresses import place_of
 
@@ -173,7 +173,7 @@ def pasted_addresses(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def outside_config(run_name: str, key: Path | None, identity: Path | None) -> SwarmConfig:
-    """Return the configuration of somebody who looks at a swarm and is no member.
+    """Return the configuration of somebody who looks at a swarm and is not a member.
 
     Raises:
         ConfigError: the files with key or identity cannot be used.

@@ -139,7 +139,7 @@ class Encoder:
 
         Raises:
             NoAnswerError: the row lacks one of both.
-            DataError: the row is no pair; names file and line.
+            DataError: the row is not a pair; names file and line.
         """
         chosen, rejected = understand_pair(row)
         return self._encoded(row, chosen), self._encoded(row, rejected)

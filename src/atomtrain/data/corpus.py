@@ -155,7 +155,7 @@ def corpus_of_texts(name: str, texts: Iterable[str]) -> Corpus:
     """Return a corpus of strings in memory.
 
     Raises:
-        DataError: too little text, or a text that is no valid Unicode (a lone surrogate).
+        DataError: too little text, or a text that is not valid Unicode (a lone surrogate).
     """
     documents = tuple(_document(f"{name} {index}", text) for index, text in enumerate(texts))
     return _checked(Corpus(name=name, documents=documents))
@@ -258,7 +258,7 @@ def _document(name: str, text: str) -> Document:
         content = text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{name} is no valid Unicode (lone surrogate at character {error.start}); "
+            f"{name} is not valid Unicode (lone surrogate at character {error.start}); "
             "decode it from its bytes again"
         ) from error
     return Document(

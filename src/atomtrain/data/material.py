@@ -311,7 +311,7 @@ class Mixture(NamedTuple):
         return found
 
     def bits_per_byte(self, context: int, loss_nats_per_token: float) -> float | None:
-        """Return a held-out loss in bits per byte of what is predicted; `None` if it is no text."""
+        """Return a held-out loss in bits per byte of what is predicted, `None` unless text is."""
         judged = self.sources if self.validation is None else (self.validation,)
         predicted = [source.predicted(context) for source in judged]
         known = [each for each in predicted if each is not None]

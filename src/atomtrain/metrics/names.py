@@ -166,7 +166,7 @@ def parse_target(text: str) -> Target:
     port = port or str(USUAL_PORT)
     if not (port.isascii() and port.isdigit() and int(port) < 65536):
         raise ConfigError(
-            f"--metrics {text!r}: {port!r} is no port; write prometheus:9100, or "
+            f"--metrics {text!r}: {port!r} is not a port; write prometheus:9100, or "
             "prometheus:0.0.0.0:9100 to let other machines read"
         )
     return Target(writer=writer, host=host or LOOPBACK, port=int(port))

@@ -65,7 +65,7 @@ def muon_groups(
     """Divide a model's trainable parameters into hidden matrices for Muon, and two for AdamW.
 
     Args:
-        model: Its `nn.Embedding` modules tell what is no hidden matrix: their weights, and the
+        model: Its `nn.Embedding` modules tell what is not a hidden matrix: their weights, and the
             head, that is the model's last matrix if it has as many rows as the largest of them.
         weight_decay: Of all parameters of two or more dimensions.
         hidden: Says by name and parameter which matrices are hidden, in place of that rule.
@@ -74,7 +74,7 @@ def muon_groups(
         At most three groups for `Muon`; an empty one is left out.
 
     Raises:
-        ConfigError: nothing is trainable, or `hidden` chose what is no matrix.
+        ConfigError: nothing is trainable, or `hidden` chose what is not a matrix.
     """
     hidden = hidden or _is_hidden(model)
     matrices: list[nn.Parameter] = []

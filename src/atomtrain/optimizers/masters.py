@@ -69,7 +69,7 @@ def check_master(name: object) -> None:
     """Raise a `ConfigError` if there is no such format."""
     if name not in KEYS:
         raise ConfigError(
-            f"master {name!r} is no format of masters.{nearest(str(name), KEYS)} "
+            f"master {name!r} is not a format of masters.{nearest(str(name), KEYS)} "
             f"Formats: {', '.join(KEYS)}"
         )
 

@@ -60,7 +60,7 @@ def check_format(name: object) -> None:
     """Raise a `ConfigError` if there is no such format."""
     if name not in _DTYPES:
         raise ConfigError(
-            f"state {name!r} is no format of moments.{nearest(str(name), _DTYPES)} "
+            f"state {name!r} is not a format of moments.{nearest(str(name), _DTYPES)} "
             f"Formats: {', '.join(_DTYPES)}"
         )
 

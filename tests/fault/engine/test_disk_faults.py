@@ -74,11 +74,11 @@ def test_too_little_space_is_found_at_the_start(tmp_path: Path) -> None:
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(DiskError, match="is no folder; make it, or name another one for --disk"):
+    with pytest.raises(DiskError, match="is not a folder; make it, or name another one for --disk"):
         DiskFile(tmp_path / "none", 1)
     with pytest.raises(DiskError, match="no file can be made in /proc"):
         DiskFile(Path("/proc"), 1)
-    with pytest.raises(DiskError, match="is no folder"):
+    with pytest.raises(DiskError, match="is not a folder"):
         opened(tmp_path / "none")
 
 

@@ -25,7 +25,7 @@ from tests.support.waiting import PATIENCE_S
 PEER_ID = "12D3KooWJCGm3rTQcJcNZEtzqgqBRGP9Nm5aTDuHkrKyQu1RRpqQ"
 QUICK = ("--threads", "1", "--plain", "--steps", "2", "--sequences", "2", "--context", "32")
 NO_TEXT = "\udcff"
-"""How Python passes on a byte that is no text in UTF-8."""
+"""How Python passes on a byte that is not text in UTF-8."""
 TINY = ("--model", "tiny", *QUICK)
 
 Complaint = Callable[..., str]
@@ -170,7 +170,7 @@ def test_each_mistake_of_the_benchmark_is_answered(
         (["train", *TINY, "--threads", "99999"], "--threads must be at most 1024"),
         (["train", *TINY, "--sequences", "99999999999999"], "--sequences must be at most"),
         (["train", *TINY, "--vocabulary", "99999999999"], "--vocabulary must be at most"),
-        (["train", *TINY, "--disk", "missing"], "missing is no folder"),
+        (["train", *TINY, "--disk", "missing"], "missing is not a folder"),
         (["train", "text.txt"], "to train on a text give --data text.txt"),
         (["data"], "atom data inspect FILES"),
         (["data", "inspect", "text.txt", "--model", "tiny", "--samples", "-1"], "--samples"),

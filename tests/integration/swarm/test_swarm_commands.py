@@ -100,7 +100,7 @@ def test_status_by_address_and_by_folder(
     status = said.json
     assert status["run"] == "looked-at"
     assert status["fragments"] == 2
-    assert [peer["name"] for peer in status["peers"]] == ["first"], "who looks on is no member"
+    assert [peer["name"] for peer in status["peers"]] == ["first"], "who looks on is not a member"
     assert {"addresses", "behind", "free_bytes_per_s", "tokens_per_s"} <= status["peers"][0].keys()
     said = Said(capsys, "swarm", "status", run_folder, *key)
     assert said.code == 0

@@ -113,7 +113,7 @@ def on_meta() -> nn.Module:
         (on_meta, X, square, AnalysisError, r"'0\.weight' is on the meta device .* no data"),
         (mlp, torch.ones(2, 7), square, AnalysisError, r"layer '0' cannot run on input0 \[2, 7\]"),
         (mlp, X, lambda output: output, AnalysisError, r"loss is of shape \[2, 8\]; it must be a"),
-        (mlp, X, lambda output: None, AnalysisError, r"loss is no tensor; it must be a scalar"),
+        (mlp, X, lambda output: None, AnalysisError, r"loss is not a tensor; it must be a scalar"),
         (
             lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)),
             X, square, AnalysisError, r"layer '1' cannot run .* use inplace=False",

@@ -319,7 +319,7 @@ def test_a_small_gpt_learns_as_well(state: str, share: float) -> None:
         ({"weight_decay": -0.1}, "weight_decay must be at least 0"),
         ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
         ({"eps": 0.0}, "eps must be above 0"),
-        ({"state": "bf16"}, r"state 'bf16' is no format of moments. Did you mean 'bfloat16'\?"),
+        ({"state": "bf16"}, r"state 'bf16' is not a format of moments. Did you mean 'bfloat16'\?"),
         ({"seed": -1}, "seed must be a whole number"),
     ],
 )

@@ -184,7 +184,7 @@ def test_updates_keep_the_scratch_that_is_told(
 
 def test_mistakes_are_refused() -> None:
     owned = parameters([(3,)])
-    with pytest.raises(ConfigError, match=r"master 'splat' is no format.*Did you mean 'split'"):
+    with pytest.raises(ConfigError, match=r"master 'splat' is not a format.*Did you mean 'split'"):
         AdamW(owned, master="splat")
     optimizer = AdamW(owned)
     with pytest.raises(ConfigError, match="is not in this optimizer"):

@@ -165,7 +165,7 @@ def test_sgd_equals_torchs_bit_for_bit(options: dict[str, Any]) -> None:
         ({"momentum": 1.0}, "momentum must be at least 0 and below 1"),
         ({"dampening": 2.0}, "dampening must be from 0 to 1, not 2.0"),
         ({"nesterov": True}, "nesterov needs momentum above 0"),
-        ({"master": "splat"}, "master 'splat' is no format"),
+        ({"master": "splat"}, "master 'splat' is not a format"),
     ],
 )
 def test_mistakes_are_refused(options: dict[str, Any], words: str) -> None:

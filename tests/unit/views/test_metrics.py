@@ -70,8 +70,8 @@ def test_the_page_has_the_table() -> None:
     ("text", "needed"),
     [
         ("tensorbord", "Did you mean 'tensorboard'?"),
-        ("prometheus:x", "is no port"),
-        ("prometheus:70000", "is no port"),
+        ("prometheus:x", "is not a port"),
+        ("prometheus:70000", "is not a port"),
         ("", "Writers:"),
     ],
 )

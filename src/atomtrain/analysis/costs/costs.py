@@ -68,7 +68,7 @@ class LayerCost:
 
 
 class ValueSpec(NamedTuple):
-    """Shape and type of a value between layers, or the value itself if it is no tensor."""
+    """Shape and type of a value between layers, or the value itself if it is not a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -89,7 +89,7 @@ class ValueSpec(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the value, 0 if it is no tensor."""
+        """Bytes of the value, 0 if it is not a tensor."""
         if self.dtype is None:
             return 0
         return torch.Size(self.shape).numel() * self.dtype.itemsize
@@ -216,7 +216,7 @@ def layer_costs(
         values[name] = values[name]._replace(storage_bytes=storage_bytes)
     loss = values[chain.loss]
     if loss.dtype is None or torch.Size(loss.shape).numel() != 1:
-        given = "no tensor" if loss.dtype is None else f"of shape {list(loss.shape)}"
+        given = "not a tensor" if loss.dtype is None else f"of shape {list(loss.shape)}"
         raise AnalysisError(f"the loss is {given}; it must be a scalar, such as a mean")
     return ChainCosts(tuple(costs), values)
 

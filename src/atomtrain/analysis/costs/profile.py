@@ -27,7 +27,7 @@ LONGEST_S = 2.0
 _ROUNDS = 40
 """The most measurements of each layer."""
 _HICCUP = 3.0
-"""A measurement counts for at most so many medians: what is longer is no part of usual steps."""
+"""A measurement counts for at most so many medians: what is longer is not part of usual steps."""
 _OVERHEAD_S = 2e-5
 """What an estimate adds for each pass of a layer: a few calls of torch."""
 
@@ -103,7 +103,7 @@ def layer_times(
         clock: What is read before and after a pass, in seconds.
 
     Raises:
-        AnalysisError: a layer's time is no number; names the layer.
+        AnalysisError: a layer's time is not a number; names the layer.
         DeviceMemoryError: by `computing`, if a layer does not fit.
     """
     samples: dict[str, list[LayerTime]] = {}
@@ -165,7 +165,7 @@ def check_time(time: LayerTime, layer: str) -> None:
     for seconds in time.known:
         if not (isinstance(seconds, int | float) and seconds >= 0 and math.isfinite(seconds)):
             raise AnalysisError(
-                f"the profile says that layer {layer!r} takes {seconds} s, which is no duration; "
+                f"the profile says that layer {layer!r} takes {seconds} s, not a duration; "
                 "profile again, or go without a profile"
             )
 

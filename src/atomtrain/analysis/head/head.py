@@ -82,7 +82,7 @@ def split_head(chain: Chain, pieces: int) -> Chain:
     the same parameters, or `with_lazy_logits(pieces)`, one with `LazyLogits` in its output.
 
     Raises:
-        AnalysisError: the last layer is no linear layer followed by cross-entropy. What a loss
+        AnalysisError: the last layer is not a linear layer followed by cross-entropy. What a loss
             that is a Python function does is known only when it runs, as in `layer_costs`.
         ConfigError: `pieces` is below 1.
     """

@@ -19,7 +19,7 @@ from atomtrain.errors import AnalysisError
 
 
 class Aside:
-    """A module that another one runs and that is not a part of it; a replica gets its own."""
+    """A module that another one runs and that is not part of it; a replica gets its own."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module

@@ -174,7 +174,7 @@ def take_profile(
         folder: Of the cache; `None` is the user's.
 
     Raises:
-        AnalysisError: a layer's time is no number; names the layer.
+        AnalysisError: a layer's time is not a number; names the layer.
         ConfigError: nothing shall be measured, and the GPU is not in the catalogue.
         PlanError: the device's memory is too little to measure in; says what would do.
     """

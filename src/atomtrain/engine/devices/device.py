@@ -64,7 +64,7 @@ class Device(Protocol):
         ...
 
     def on_host(self) -> AbstractContextManager[None]:
-        """What is allocated on the host inside this is no device memory."""
+        """What is allocated on the host inside this is not device memory."""
         ...
 
     def host_empty(self, n_bytes: int) -> Tensor:

@@ -32,7 +32,7 @@ def open_device(
         inject: Called before each job of each stream; for tests.
 
     Raises:
-        ConfigError: no such device, or a budget that is no size.
+        ConfigError: no such device, or a budget that is not a size.
     """
     memory_bytes = None if memory is None else parse_bytes(memory, "device memory")
     found = parse_device(name)
@@ -60,7 +60,8 @@ def open_devices(
         inject: As of `open_device`.
 
     Raises:
-        ConfigError: no such device, a budget that is no size, or devices that cannot share a model.
+        ConfigError: no such device, a budget that is not a size, or devices that cannot share a
+            model.
     """
     given = [names] if isinstance(names, str) or not isinstance(names, Sequence) else list(names)
     if not given:

@@ -181,7 +181,7 @@ def free_bytes_of(folder: Path) -> int:
 
 def _open_nameless(folder: Path) -> int:
     if not folder.is_dir():
-        raise DiskError(f"{folder} is no folder; make it, or name another one for --disk")
+        raise DiskError(f"{folder} is not a folder; make it, or name another one for --disk")
     try:
         with contextlib.suppress(OSError, AttributeError):
             return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)

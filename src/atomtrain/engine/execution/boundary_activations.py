@@ -107,7 +107,7 @@ class BoundaryActivations:
         return key in self._held
 
     def put_input(self, micro_batch: int, name: str, value: Any) -> None:
-        """Hold a micro-batch's input: a host tensor, or something that is no tensor."""
+        """Hold a micro-batch's input: a host tensor, or something that is not a tensor."""
         self._held[micro_batch, name] = _Held(host=value, given=True)
 
     def put_host(self, micro_batch: int, name: str, value: Tensor, pooled: Tensor) -> None:

@@ -167,7 +167,7 @@ def view_of(buffer: Tensor, offset_bytes: int, like: Tensor) -> Tensor:
     If `like` is dense the view has its strides: kernels add in another order for another layout.
 
     Raises:
-        ConfigError: the offset is no multiple of the size of an element.
+        ConfigError: the offset is not a multiple of the size of an element.
     """
     if like.numel() == 0:
         return buffer[:0].view(like.dtype).view(like.shape)

@@ -116,7 +116,7 @@ def _read_state(entries: Entries, name: str) -> _State:
     entry = entries[name]
     try:
         if entry.dtype != torch.uint8 or entry.size_bytes > _MOST_STATE_BYTES:
-            raise ValueError("it is no short text")
+            raise ValueError("it is not a short text")
         with Path(entry.file).open("rb") as stream:
             stream.seek(entry.start)
             said = json.loads(stream.read(entry.size_bytes))

@@ -71,7 +71,7 @@ class WeightFiles:
             files: Others of that folder, in place of the model's.
 
         Raises:
-            DataError: there is none, one is missing, or is no complete safetensors file.
+            DataError: there is none, one is missing, or is not a complete safetensors file.
         """
         self.folder = folder
         self.entries: dict[str, Entry] = {}
@@ -251,7 +251,7 @@ def read_header(file: Path) -> dict[str, Entry]:
     """Return where the tensors of one file lie.
 
     Raises:
-        DataError: it cannot be read, is cut off, or is no safetensors file.
+        DataError: it cannot be read, is cut off, or is not a safetensors file.
     """
     try:
         with file.open("rb") as stream:

@@ -117,7 +117,7 @@ class Machine:
             where: What messages call the object.
 
         Raises:
-            ConfigError: an unknown or missing key, or a value that is no number.
+            ConfigError: an unknown or missing key, or a value that is not a number.
             PlanError: a rate or size that is negative, zero or not finite.
         """
         if not isinstance(data, Mapping):
@@ -139,7 +139,7 @@ def load_machine(path: Path) -> Machine:
     """Read a machine from a JSON file.
 
     Raises:
-        ConfigError: the file cannot be read or is no machine.
+        ConfigError: the file cannot be read or is not a machine.
         PlanError: a rate or size in it is negative, zero or not finite.
     """
     try:

@@ -44,8 +44,8 @@ class Repairer:
         self._tried: dict[int, asyncio.Future[Fetched]] = {}
         """By fragment: fetches of what nothing certifies."""
         self.astray: set[int] = set()
-        """Fragments of which this peer's anchor is no sibling of the others', whatever its version.
-        """
+        """Fragments of which this peer's anchor is not a sibling of the others', whatever its
+        version."""
 
     def free(self, fragment: int) -> None:
         """A round or a fetch is over."""

@@ -76,7 +76,7 @@ def read_allowed(path: Path) -> frozenset[str]:
     """Return the peer ids in a file, one a line; what follows a `#` is a remark.
 
     Raises:
-        ConfigError: it cannot be read, names nobody, or a line is no peer id.
+        ConfigError: it cannot be read, names nobody, or a line is not a peer id.
     """
     text = _read(path, "list of allowed peers").decode(errors="replace")
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
@@ -84,8 +84,8 @@ def read_allowed(path: Path) -> frozenset[str]:
     for peer_id in sorted(found):
         if not (peer_id.isascii() and peer_id.isalnum() and 40 <= len(peer_id) <= 64):
             raise ConfigError(
-                f"{peer_id[:80]!r} in {path} is no peer id; give one a line, as at the end of the "
-                "address that a peer prints: 12D3Koo..."
+                f"{peer_id[:80]!r} in {path} is not a peer id; give one a line, as at the end of "
+                "the address that a peer prints: 12D3Koo..."
             )
     if not found:
         raise ConfigError(f"{path} names no peer; give one id a line, or leave the option out")

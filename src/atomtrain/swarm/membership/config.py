@@ -29,7 +29,7 @@ def relay_limit_of(limit: str | None, flag: str = "--relay-limit") -> float:
     """Return `--relay-limit` in bytes per second; 0 passes on nothing.
 
     Raises:
-        ConfigError: it is no rate of at least 8kbit/s, nor `none`.
+        ConfigError: it is not a rate of at least 8kbit/s, nor `none`.
     """
     if limit is None:
         return math.inf

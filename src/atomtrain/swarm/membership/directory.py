@@ -2,7 +2,7 @@
 
 Every node checks what it is asked to keep, and what it is told: only records of this run, signed by
 the peer they speak of, and, where the run has a key, sealed with it. So nobody can put anything in
-another peer's place, or fill the table with what is no record.
+another peer's place, or fill the table with what is not a record.
 
 Records expire by comparing times of different machines: by the swarm's time.
 """

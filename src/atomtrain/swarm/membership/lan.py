@@ -56,7 +56,7 @@ def asked_for(data: bytes) -> str:
     """Return the run that a question is about; empty: any.
 
     Raises:
-        BadMessage: it is no question.
+        BadMessage: it is not a question.
     """
     if len(data) != QUESTION_BYTES:
         raise BadMessage("a question of another size")

@@ -115,7 +115,7 @@ def manifest_of(data: bytes) -> str:
     """Return what a record says of the manifest, whatever else is in it.
 
     Raises:
-        BadMessage: it is no record.
+        BadMessage: it is not a record.
     """
     if not isinstance(data, bytes) or len(data) > RECORD_BYTES_MAX:
         raise BadMessage("membership record is not bytes, or too long")
@@ -253,7 +253,7 @@ def check_signature(peer_id: str, run: str, data: bytes) -> None:
     """Check that `peer_id` signed a record of this run, whenever that was.
 
     Raises:
-        BadMessage: it did not, or this is no record.
+        BadMessage: it did not, or this is not a record.
     """
     if not isinstance(peer_id, str) or not isinstance(data, bytes):
         raise BadMessage("a membership record that is not bytes")

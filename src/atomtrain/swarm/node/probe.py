@@ -92,7 +92,7 @@ async def receive_status(channel: Channel, within_s: float) -> dict[str, Any]:
 
     Raises:
         LinkLost: the peer is gone, or refused.
-        BadMessage: what came is no status.
+        BadMessage: what came is not a status.
     """
     header = await channel.receive(StatusHeader, within_s)
     if header.bytes_count > STATUS_BYTES_MAX:
@@ -117,7 +117,7 @@ async def send_pong(channel: Channel, context: Context, ping: Ping) -> None:
 
 
 class Probe:
-    """Streams to peers for somebody who is no member; made by `probing`."""
+    """Streams to peers for somebody who is not a member; made by `probing`."""
 
     def __init__(self, transport: Libp2pTransport, config: SwarmConfig) -> None:
         """Use an open transport."""

@@ -198,7 +198,7 @@ class Relays:
                 try:
                     channel = await self._ask(relay)
                 except (LinkLost, BadMessage) as error:
-                    _log.debug("peer %s is no relay: %s", relay[-8:], error)
+                    _log.debug("peer %s is not a relay: %s", relay[-8:], error)
                     now_s = asyncio.get_running_loop().time()
                     self._avoid_until_s[relay] = now_s + _AVOID_S
                     continue

@@ -22,7 +22,7 @@ _PRIVATE_HEAD = bytes((0x08, 0x01, 0x12, 0x40))
 _PUBLIC_HEAD = bytes((0x08, 0x01, 0x12, 0x20))
 """Protobuf: key type Ed25519, then 32 bytes of data."""
 _ID_HEAD = bytes((0x00, len(_PUBLIC_HEAD) + 32))
-"""Multihash of the kind that is no hash: the encoded public key itself."""
+"""Multihash of the kind that is not a hash: the encoded public key itself."""
 _SECRET_BYTES = 32
 SIGNATURE_BYTES = 64
 _ID_LENGTH_MAX = 64
@@ -50,7 +50,7 @@ class Identity:
         """Return the identity in a file.
 
         Raises:
-            ConfigError: it cannot be read, or is no key of this kind.
+            ConfigError: it cannot be read, or is not a key of this kind.
         """
         try:
             with path.open("rb") as file:

@@ -302,7 +302,7 @@ def peer_of(address: str) -> str:
     """Return the peer id in an address.
 
     Raises:
-        SwarmError: it is no address of a peer.
+        SwarmError: it is not an address of a peer.
     """
     from hivemind.p2p import PeerID
     from hivemind.utils.multiaddr import Multiaddr

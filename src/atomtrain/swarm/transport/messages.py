@@ -429,7 +429,7 @@ def decode(data: bytes) -> Message:
     """Return the message in `data`.
 
     Raises:
-        BadMessage: it is no message of this protocol.
+        BadMessage: it is not a message of this protocol.
     """
     if len(data) > MESSAGE_BYTES_MAX:
         raise BadMessage(f"a message of {len(data)} bytes; allowed are {MESSAGE_BYTES_MAX}")

@@ -45,7 +45,7 @@ class Agreement:
             opened: Whether this end opened the stream.
 
         Raises:
-            OSError: `other` is no usable key.
+            OSError: `other` is not a usable key.
         """
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
         from cryptography.hazmat.primitives.hashes import SHA256

@@ -339,7 +339,7 @@ class Inbox:
 
         Raises:
             LinkLost: the peer is gone, or sent nothing in time.
-            BadMessage: it sent something that is no message.
+            BadMessage: it sent something that is not a message.
         """
         await self.peek(within_s)
         if not self._messages:

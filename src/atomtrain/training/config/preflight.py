@@ -44,7 +44,9 @@ def check_early(options: TrainOptions) -> None:
     _check_objective(options)
     _check_folder(options)
     if options.disk is not None and not options.disk.is_dir():
-        raise ConfigError(f"{options.disk} is no folder; make it, or name another one for --disk")
+        raise ConfigError(
+            f"{options.disk} is not a folder; make it, or name another one for --disk"
+        )
     _check_addresses(options)
     if options.data or options.validation is not None:
         from atomtrain.data.weighted import check_sources

@@ -126,7 +126,8 @@ def read_recipe(path: Path) -> RecipeFile:
         )
     if not lines and len(mistakes) >= _TEXT_MISTAKES:
         raise ConfigError(
-            f"{path} is no recipe: no key in it is an option; to train on a text give --data {path}"
+            f"{path} is not a recipe: no key in it is an option; to train on a text give --data "
+            f"{path}"
         )
     try:
         understood = translated(others, values)
@@ -197,7 +198,7 @@ def _entries(path: Path) -> Iterator[tuple[Any, Any]]:
 
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"{path} is no recipe: it is larger than 1 MiB")
+            raise ConfigError(f"{path} is not a recipe: it is larger than 1 MiB")
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:

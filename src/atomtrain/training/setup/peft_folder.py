@@ -139,7 +139,7 @@ def read_peft(folder: Path) -> Adapters:
     file = folder / ADAPTER_CONFIG
     said = _read(file)
     base = Path(str(said.get("base_model_name_or_path")))
-    if not base.is_dir():  # a folder's word is no id of a hub
+    if not base.is_dir():  # a folder's word is not an id of a hub
         raise ConfigError(
             f"{file} is of the model {base}, which is not a folder here; put it there, or name its "
             "folder as base_model_name_or_path"

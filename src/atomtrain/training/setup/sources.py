@@ -151,7 +151,7 @@ def _base_of(
         raise ConfigError(
             f"the run trains {what} {recipe.model}; name the folder of that model with --model"
         )
-    if given is None and not Path(str(known)).is_dir():  # a checkpoint's word is no id of a hub
+    if given is None and not Path(str(known)).is_dir():  # a checkpoint's word is not an id of a hub
         raise ConfigError(
             f"the run began with the model in {known}, which is not there any more; put it there "
             "again, or name its folder with --model"

@@ -216,7 +216,8 @@ def stacked(samples: list[Any]) -> Any:
     """Return a micro-batch of samples: tensors stacked, mappings and tuples entry by entry.
 
     Raises:
-        ConfigError: an entry is no tensor and no numbers, or has not the same shape in all samples.
+        ConfigError: an entry is neither a tensor nor numbers, or has not the same shape in all
+            samples.
     """
     return _stacked(samples, "samples")
 

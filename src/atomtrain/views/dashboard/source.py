@@ -55,7 +55,7 @@ class FolderSource:
         """Follow what is there, and what comes.
 
         Raises:
-            ConfigError: it is no folder of a run or of a peer.
+            ConfigError: it is not a folder of a run or of a peer.
         """
         if not folder.is_dir():
             raise ConfigError(
@@ -248,7 +248,7 @@ class RunsSource:
         """Follow what is there, and what comes.
 
         Raises:
-            ConfigError: a target is no folder of a run, of a peer, or of runs.
+            ConfigError: a target is not a folder of a run, of a peer, or of runs.
         """
         self.title = ", ".join(dict.fromkeys(target.absolute().name for target in targets))
         self._parents = [target for target in targets if is_folder_of_runs(target)]

@@ -131,7 +131,7 @@ class Subject:
         """Return chain and costs of a micro-batch of so many sequences; each is analysed once.
 
         Raises:
-            AnalysisError: the model is no chain of layers, or its head cannot be split.
+            AnalysisError: the model is not a chain of layers, or its head cannot be split.
         """
         if sequences not in self._analyses:
             example = self._example(sequences)

@@ -62,7 +62,7 @@ def read_course(name: str, events: Iterable[Event]) -> PeerCourse:
     """Return the course that a peer's events tell.
 
     A peer that resumes repeats the steps after its checkpoint: what it did before in their place
-    is left out, since it is no part of the model's history.
+    is left out, since it is not part of the model's history.
     """
     course = PeerCourse(name)
     for event in events:

@@ -113,7 +113,7 @@ async def swarm(honest: tuple[str, ...], liars: tuple[str, ...]) -> Simulation:
     for name in (*honest, *liars):
         await simulation.add(name, 0.5)
     await asyncio.sleep(8)
-    for peer in simulation.peers.values():  # who is there already is no part of this
+    for peer in simulation.peers.values():  # who is there already is not part of this
         peer.service._repairer.stale = lambda: None  # type: ignore[method-assign]
     return simulation
 

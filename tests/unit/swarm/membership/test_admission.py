@@ -77,7 +77,7 @@ def test_files(tmp_path: Path) -> None:
         read_secret(file)
     file.write_text("long enough to be a secret\n")
     assert read_secret(file) == b"long enough to be a secret"
-    with pytest.raises(ConfigError, match="is no peer id"):
+    with pytest.raises(ConfigError, match="is not a peer id"):
         read_allowed(file)
     file.write_text("# nobody yet\n\n")
     with pytest.raises(ConfigError, match="names no peer"):
