@@ -83,14 +83,16 @@ class Exchange:
         self._auditor = Auditor(setup, begin, self._lanes, self._owned, own, self._bases)
         self._until_s = asyncio.get_running_loop().time() + begin.exchange_s
         self._retaking = Retaking(
-            setup, begin, self._spans, self._contributions, self._auditor.seal, self._own
+            setup, begin, self._spans, self._contributions, self._auditor.seal
         )
 
     def _own(self, index: int, kind: type[OwnedSlice] = OwnedSlice) -> OwnedSlice:
         setup, begin, span = self._setup, self._begin, self._spans[index]
         reduction = SliceReduction(span.elements, begin.weights, setup.guard)
+        # Whoever takes a liar's slice again must make the bytes that all others make.
+        excluded = setup.excluded if kind is OwnedSlice else ()
         for member, peer_id in enumerate(begin.members):
-            if peer_id in setup.excluded:
+            if peer_id in excluded:
                 reduction.lose(member)
         place, codec = self._place(index), setup.codec
         return kind(
@@ -118,7 +120,7 @@ class Exchange:
             for index in range(member * self._each, (member + 1) * self._each):
                 self._means[index] = None
         counted = self._counted()
-        retaken = await self._retaking.run(self._auditor.lied, self._until_s)
+        retaken = await self._retaking.run(self._auditor.lied, self._until_s, self._own)
         for index, mean in retaken.items():
             self._means[index] = mean
         self._channels += self._retaking.channels

@@ -43,6 +43,9 @@ class _RetakenSlice(OwnedSlice):
         return [], SliceMean(mean, contributors, digest, math.inf if square is None else square)
 
 
+_Owning = Callable[[int, type[OwnedSlice]], OwnedSlice]
+
+
 class Retaking:
     """One member's part in it; belongs to the event loop that runs."""
 
@@ -53,11 +56,10 @@ class Retaking:
         spans: Sequence[Span],
         contributions: Contributions,
         seal: Callable[[int, Commitment], Seal],
-        owning: Callable[[int, type[OwnedSlice]], OwnedSlice],
     ) -> None:
-        """Have everything before it; `owning` returns a slice as if this member owned it."""
+        """Have everything before it."""
         self._setup, self._begin, self._spans = setup, begin, spans
-        self._contributions, self._seal, self._owning = contributions, seal, owning
+        self._contributions, self._seal = contributions, seal
         self._me = begin.members.index(setup.peer_id)
         self._liars: frozenset[int] = frozenset()
         self._over = asyncio.Event()
@@ -65,14 +67,22 @@ class Retaking:
         self.channels: list[Channel] = []
         """Streams that were used."""
 
-    async def run(self, lied: Collection[str], until_s: float) -> dict[int, SliceMean]:
-        """Return the means of the liars' slices, as far as there are any; answer from now on."""
+    async def run(
+        self, lied: Collection[str], until_s: float, owning: _Owning
+    ) -> dict[int, SliceMean]:
+        """Return the means of the liars' slices, as far as there are any; answer from now on.
+
+        Args:
+            lied: The liars' ids.
+            until_s: When the exchange is over.
+            owning: Returns a slice as if this member owned it.
+        """
         if not self._begin.bases:
             self._liars = frozenset(self._begin.members.index(peer_id) for peer_id in lied)
         self._over.set()
         found: dict[int, SliceMean] = {}
         for liar in sorted(self._liars):
-            found |= await self._retake(liar, until_s)
+            found |= await self._retake(liar, until_s, owning)
         return found
 
     async def answer(self, channel: Channel, ask: AskAgain) -> None:
@@ -95,8 +105,8 @@ class Retaking:
                 await channel.send_bytes(piece)
             await channel.send(seal)
 
-    async def _retake(self, liar: int, until_s: float) -> dict[int, SliceMean]:
-        slices = {index: self._owning(index, _RetakenSlice) for index in self._slices_of(liar)}
+    async def _retake(self, liar: int, until_s: float, owning: _Owning) -> dict[int, SliceMean]:
+        slices = {index: owning(index, _RetakenSlice) for index in self._slices_of(liar)}
         for one in slices.values():
             for member in self._liars:
                 one.lose(member)
