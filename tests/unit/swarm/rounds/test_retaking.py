@@ -17,6 +17,8 @@ from atomtrain.swarm.codecs.names import CODEC_NAMES
 from atomtrain.swarm.rounds import retaking
 from atomtrain.swarm.rounds.commitments import committed
 from atomtrain.swarm.rounds.contributing import Contributions
+from atomtrain.swarm.rounds.exchange import Exchange
+from atomtrain.swarm.rounds.exchange_setup import ExchangeSetup
 from atomtrain.swarm.rounds.leader_state import LeaderRound
 from atomtrain.swarm.rounds.owning import OwnedSlice
 from atomtrain.swarm.transport.messages import AskAgain, Begin, Commit, Held, Ready, Seal
@@ -80,6 +82,22 @@ def test_the_round_of_a_lie_lacks_no_slice(wire: str, mean: str) -> None:
     simulation = run(wire, mean)
     assert shorts(simulation) == [False] * len(HONEST)
     assert whose(simulation) == {frozenset(HONEST)}
+
+
+def test_whom_one_member_leaves_out_counts_where_slices_are_taken_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise it would not make the bytes that the others make."""
+    begin = Exchange.__init__
+
+    def leaving_out(self: Exchange, setup: ExchangeSetup, what: Begin) -> None:
+        out = frozenset({"c"} if setup.peer_id == "a" else ())
+        begin(self, replace(setup, excluded=setup.excluded | out), what)
+
+    monkeypatch.setattr(Exchange, "__init__", leaving_out)
+    simulation = run()
+    assert shorts(simulation) == [False] * len(HONEST)
+    assert frozenset(HONEST) in whose(simulation)
 
 
 def spoilt(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[memoryview]], Any]) -> None:
@@ -161,8 +179,8 @@ def test_nobody_is_told_twice_or_of_an_owner_that_has_not_lied(caught: bool) -> 
     asked: list[str] = []
     run_again = retaking.Retaking.run
 
-    async def asking(self: retaking.Retaking, lied: Any, until_s: float) -> Any:
-        found = await run_again(self, lied, until_s)
+    async def asking(self: retaking.Retaking, lied: Any, *rest: Any) -> Any:
+        found = await run_again(self, lied, *rest)
         if self._setup.peer_id == "a":
             b = self._begin.members.index("b")
             owner = self._begin.members.index(LIAR) if caught and lied else b
