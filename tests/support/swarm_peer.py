@@ -301,7 +301,7 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
     step_s = settings.get("step_s", 0.05)
-    said_s = 0.0
+    said_s = next_s = 0.0
     steps = 0
     store = swarm._service.context.mailbox.store
     if settings.get("blind"):
@@ -320,10 +320,12 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
     while not ended.is_set():
         if moves.exists():
             settings["target"] = settings["moves_to"]
-        if fault and fault_file.exists():
+        if fault and time.monotonic() >= next_s and fault_file.exists():
             say("fault", fault=fault)
             begin(fault, swarm, misdeed, fault_file)
-            step_s, fault = (20 * step_s if fault == "slow" else step_s), ""
+            step_s, next_s = (20 * step_s if fault == "slow" else step_s), time.monotonic() + 2.0
+            # A tie lasts until the next round: if nobody has looked by then, it was no use.
+            fault = fault if fault.endswith("the lower hash") else ""
         time.sleep(step_s)
         vectors.step(settings["target"]) if line is None else line.step(vectors)
         steps += 1
