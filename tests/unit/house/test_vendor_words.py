@@ -30,7 +30,10 @@ ALLOWED: dict[str, tuple[int, str]] = {
     "engine/devices/devices.py": (2, "examples in messages"),
     "engine/devices/gpus.py": (6, "the one place where the makers' modules are put together"),
     "training/config/options.py": (1, "the help of --device"),
-    "training/config/other_names.py": (1, "what to give in the place of another program's option"),
+    "training/config/other_names.py": (
+        2,
+        "another program's option, and what to give in its place",
+    ),
     "cli/machine.py": (2, "the help of --device, and an example"),
     "cli/trained.py": (2, "the help of --device, and an example"),
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -81,13 +82,14 @@ def test_a_head_is_put_into_the_configuration() -> None:
         ("reward", ["a", "b"], "give --objective classify"),
         ("classify", ["a"], "give --objective reward"),
         ("classify", None, "is a language model, which --objective classify does not train"),
+        ("embed", None, "is a language model, which --objective embed does not train"),
     ],
 )
 def test_a_head_is_trained_for_what_it_says(
     objective: str, labels: list[str] | None, expected: str
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
-        check_head_of(objective, labels, "model")
+        check_head_of(objective, cast(Any, SimpleNamespace(labels=labels)), "model")
 
 
 @pytest.mark.parametrize(
@@ -95,4 +97,4 @@ def test_a_head_is_trained_for_what_it_says(
     [("next-token", None), ("kto", None), ("reward", ["a"]), ("classify", ["a", "b"])],
 )
 def test_a_head_that_fits_is_taken(objective: str, labels: list[str] | None) -> None:
-    check_head_of(objective, labels, "model")
+    check_head_of(objective, cast(Any, SimpleNamespace(labels=labels)), "model")

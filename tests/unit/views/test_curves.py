@@ -31,7 +31,7 @@ def test_a_long_curve_has_few_points_and_keeps_peaks_and_mean() -> None:
     assert max(loss["high"]) == 1000
     assert min(loss["low"]) == -7
     assert loss["mean"][0] == 0.5
-    assert loss["high"].index(1000) == 54_321 // 64
+    assert loss["high"].index(1000) == 54_321 // 128
 
 
 def test_short_curves_are_exact() -> None:
