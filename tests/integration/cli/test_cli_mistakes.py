@@ -188,7 +188,7 @@ def test_each_mistake_of_the_benchmark_is_answered(
         (["bench", "swap", "--peers", "3"], "takes no --peers, which is of network and"),
         (["bench", "depth", "--links", "plain"], "takes no --links, which is of network; leave"),
         (["bench", "churn", "--kills", "0"], "--kills must be at least 1"),
-        (["bench", "swap", "--out", "text.txt/x.json"], "no directory that you may write to"),
+        (["bench", "swap", "--out", "text.txt/x.json"], "not a directory that you may write to"),
         (["bench", "offloaders", "--device-memory", "lots"], "--device-memory"),
         (["dashboard", "me@home"], "me@home holds no run"),
         (["swarm", "status", "me@home"], "me@home holds no list of peers"),

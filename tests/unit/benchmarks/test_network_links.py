@@ -48,7 +48,7 @@ def test_links_with_a_gpu_stand_for_that_gpu_s() -> None:
         ("10Mbit/s,gpt3-xl", "a model but no GPU"),
         ("10Mbit/s,rtx-309O", "rtx-3090"),
         ("rtx-3090,unshaped", "needs a rate"),
-        ("10Mbit/s,1.2.3ms", "no number"),
+        ("10Mbit/s,1.2.3ms", "not a number"),
         ("10Mbit/s,80%", "0 to 0.5"),
         ("10Mbit/s,", "nothing that a link has. Write RATE"),
     ],
