@@ -8,6 +8,11 @@ PROJECTS := pyproject.toml research/pyproject.toml benchmarks/pyproject.toml \
 CODE := src benchmarks research tests scripts
 TRAIN_ARGS ?=
 
+# Modules are compiled when they are first imported, which most of torch's never are. Where a
+# variable forbids to keep that, each process would do it again.
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test check first-hour torch-versions test-gpu bench-gpu interleavings lint types house docs pages pictures families release clean
 
 train: $(VENV)/.installed
@@ -58,7 +63,7 @@ bench-gpu: $(call GPU_READY,.installed-bench)
 	$(BENCH) large --json --out benchmarks/results/large.json > /dev/null
 
 $(VENV)/.installed-bench: $(VENV)/.installed benchmarks/pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e . -e research -e 'benchmarks[offloaders]'
+	$(INSTALL) -e . -e research -e 'benchmarks[offloaders]'
 	touch $@
 
 # SCHEDULES of the swarm's protocol on a virtual clock, divided among PROCESSES. One that fails is
@@ -107,22 +112,22 @@ release: $(VENV)/.installed-release
 	$(BIN)/python scripts/release
 
 $(VENV)/.installed-release: $(VENV)/.installed pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	$(INSTALL) -e '.[release]'
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(INSTALL) -e '.[docs]'
 	touch $@
 
 $(VENV)/bin/pip:
 	./scripts/make-venv $(PYTHON) $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/pip $(PROJECTS) constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,swarm]' -e research -e benchmarks
+	$(INSTALL) -e '.[demo,swarm]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/bin/pip $(PROJECTS) constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e research -e benchmarks
+	$(INSTALL) -e '.[dev]'
 	touch $@ $(VENV)/.installed
 
 clean:

@@ -23,7 +23,8 @@ class CompiledCore(BuildHookInterface):
         native = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(native)
         try:
-            made = native.build()
+            # Sources are run where they are; a wheel goes to processors of all kinds.
+            made = native.build(only=native.own_levels() if version == "editable" else None)
         except native.BuildError as error:
             self.app.display_warning(f"atomtrain is built without its compiled core: {error}")
             return

@@ -26,14 +26,6 @@ class ConfigError(AtomError, ValueError):
     """The option that is wrong by itself, if its check has found that."""
 
 
-class RecipeFileError(ConfigError):
-    """A recipe file with mistakes; `lines` has one line for each of them."""
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        self.lines = tuple(lines)
-        super().__init__("\n".join(self.lines))
-
-
 class AnalysisError(AtomError):
     """A model that cannot be turned into a chain of layers."""
 

@@ -183,6 +183,15 @@ def test_in_deterministic_runs_bits_do_not_depend_on_the_plan(
     assert engine.plan.device_blocks
 
 
+def test_a_plan_of_before_is_followed() -> None:
+    expected, first = trained()
+    kept = first.kept_plan()
+    found, engine = trained(plan=kept)
+    assert engine.planner.before == "as before"
+    assert engine.plan.shape == first.plan.shape
+    assert_equal(found, expected)
+
+
 def test_compute_waits_once_for_what_came_in_one_job() -> None:
     device = GpuDevice(CUDA, 0, 128 << 20)
     try:

@@ -104,6 +104,7 @@ def rows(names: list[str], step: int = 100) -> list[Row]:
             "peer_id": f"id-{name}", "name": name, "is_self": index == 0, "state": "training",
             "next_round": 5, "steps": step + index, "tokens": 256 * (step + index),
             "tokens_per_s": 1000.0 + index, "step_s": 0.1, "behind": index % 3,
+            "free_bytes_per_s": 1e6 * (1 + index % 9),
             "reachable": index % 7 != 6, "seen_s": time.time() - index % 5,
             "addresses": [f"/ip4/192.0.2.1/tcp/1/p2p/{'x/p2p-circuit' if index % 5 == 4 else 'x'}"],
         }

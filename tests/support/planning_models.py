@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import pytest
 
 from atomtrain.engine.planner import Planner
-from atomtrain.errors import PlanError
 from atomtrain.planning import Layout, Plan, Shape
 from atomtrain.planning.cost.costing import Costing, Given, Steps
 from atomtrain.planning.cost.memory import MemoryModel
+from atomtrain.planning.plan.kept import check_shape
 from atomtrain.planning.plan.shape import ACTIVATIONS, Activation
 from atomtrain.planning.search.problem import plan_of
 
@@ -29,56 +29,6 @@ def use_shape(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
         return plan_of(shape, memory, costing, planner.machine)
 
     monkeypatch.setattr(Planner, "plan", plan)
-
-
-def check_shape(shape: Shape, layers: int, blocks: int) -> None:
-    """Check that a shape can be run on a chain of so many layers and blocks.
-
-    Raises:
-        PlanError: it cannot; says why.
-    """
-    if not 0 <= shape.host_layers < layers:
-        raise PlanError(
-            f"host_layers is {shape.host_layers}; it must be at least 0 and below the number "
-            f"of layers, {layers}"
-        )
-    start = shape.backward_bounds[-2] if len(shape.backward_bounds) > 1 else -1
-    for name, bounds, stop in (
-        ("forward_bounds", shape.forward_bounds, start),
-        ("backward_bounds", shape.backward_bounds, layers),
-    ):
-        rising = all(low < high for low, high in itertools.pairwise(bounds))
-        if not bounds or bounds[0] != shape.host_layers or bounds[-1] != stop or not rising:
-            raise PlanError(
-                f"{name} are {list(bounds)}; they must rise from {shape.host_layers} to "
-                f"{max(stop, 0)}"
-            )
-    if shape.slots < 1 or shape.gradient_buffers < 1:
-        raise PlanError("a plan has at least one slot and one gradient buffer")
-    resident = shape.resident_blocks
-    if list(resident) != sorted(set(resident)) or not all(0 <= b < blocks for b in resident):
-        raise PlanError(
-            f"resident_blocks are {list(resident)}; they must rise within 0 to {blocks - 1}"
-        )
-    device = shape.device_blocks
-    if list(device) != sorted(set(device)) or not set(device) <= set(resident):
-        raise PlanError(
-            f"device_blocks are {list(device)}; they must rise, and be among the resident "
-            f"blocks {list(resident)}"
-        )
-    if shape.activations and len(shape.activations) != shape.segments:
-        raise PlanError(
-            f"there are {len(shape.activations)} activations for {shape.segments} segments; "
-            "give one for each backward segment"
-        )
-    ahead = set(itertools.pairwise(shape.forward_bounds))
-    for pair, activation in shape.waiting.items():
-        if pair not in ahead:
-            raise PlanError(
-                f"the backward segment of layers {pair[0]} to {pair[1] - 1} cannot "
-                f"{activation} what its forward saves, because it is no forward segment; let "
-                "both partitions have it, or recompute it"
-            )
 
 
 def memory_of(planner: Planner, micro_batches: int, shape: Shape) -> MemoryModel:

@@ -7,7 +7,7 @@ contributors had.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -50,14 +50,17 @@ class Simulation(VirtualSwarm["SimulatedPeer"]):
         """Start a peer; without `step` it adds a random vector per step."""
         return await self.enter(SimulatedPeer(self, name, step_s, step, **config))
 
-    def check_means(self) -> int:
-        """Recompute every averaged anchor from the contributors' snapshots; return how many."""
+    def check_means(self, liars: Collection[str] = ()) -> int:
+        """Recompute every averaged anchor from the contributors' snapshots; return how many.
+
+        Not those of `liars`, who may believe each other.
+        """
         checked = 0
         slices = self._slices()
         made: dict[str, set[str]] = defaultdict(set)
-        for _, old, merge in self.merges:
+        for peer, old, merge in self.merges:
             origin = merge.anchor.origin
-            if merge.snapshot is None or not origin.round_id:
+            if merge.snapshot is None or not origin.round_id or peer in liars:
                 continue
             everywhere = sum(part.span.elements for part in origin.parts) == old.numel()
             if everywhere or not merge.anchor.grouped:  # siblings keep what was not decided
@@ -71,8 +74,8 @@ class Simulation(VirtualSwarm["SimulatedPeer"]):
                     continue
                 weights = self.weights[origin.round_id]
                 taken = [
-                    replace(self.snapshots[origin.round_id][peer], weight=weights[peer])
-                    for peer in sorted(contributors)
+                    replace(self.snapshots[origin.round_id][member], weight=weights[member])
+                    for member in sorted(contributors)
                 ]
                 if merge.anchor.grouped:
                     unit = self._check_grouped(expected, span, taken, origin.round_id)

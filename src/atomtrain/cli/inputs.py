@@ -14,9 +14,11 @@ from typing import Any
 
 from atomtrain.cli.parsing import complain, parse
 from atomtrain.errors import ConfigError, nearest
+from atomtrain.files import require_writable
 from atomtrain.settings import check_counts, option, words_of
 from atomtrain.training.config.imported import imported
 from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.preflight import check_model_name, check_model_place
 from atomtrain.training.config.recipe_files import recipe_text
 
 _DATA_EXAMPLES = """\
@@ -65,6 +67,8 @@ def run_data(arguments: Sequence[str]) -> int:
         examples=_DATA_EXAMPLES,
         positional=("data",),
     )
+    check_model_name(options.model)
+    check_model_place(options.model)
     from atomtrain.training.tools.preview import inspect
 
     found = inspect(
@@ -109,10 +113,16 @@ def run_import(arguments: Sequence[str]) -> int:
         examples=_IMPORT_EXAMPLES,
         positional=("file",),
     )
+    require_writable(options.out, "--out")
     if options.out is not None and options.out.exists():
         raise ConfigError(f"{options.out} is already there; choose another --out, or remove it")
-    found = imported(options.file)
-    text = recipe_text(TrainOptions(**found.values))
+    try:
+        found = imported(options.file)
+        text = recipe_text(TrainOptions(**found.values))
+    except ConfigError as error:
+        if str(options.file) in str(error):
+            raise
+        raise ConfigError(f"{options.file}: {error}") from error
     for line in found.left_out:
         complain(f"left out: {line}")
     if options.out is None:

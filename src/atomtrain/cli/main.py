@@ -14,7 +14,7 @@ from types import ModuleType
 
 from atomtrain import __version__
 from atomtrain.cli.parsing import complain, shown
-from atomtrain.errors import AtomError, ConfigError, RecipeFileError, nearest
+from atomtrain.errors import AtomError, ConfigError, nearest
 from atomtrain.progress import listening
 
 COMMANDS = {
@@ -40,15 +40,40 @@ COMMANDS = {
 }
 _MEANT = {
     **dict.fromkeys(("finetune", "fit", "launch", "pretrain", "run", "sft", "tune"), "train"),
-    **dict.fromkeys(("chat", "infer", "inference", "sample"), "generate"),
-    **dict.fromkeys(("convert", "merge", "push"), "export"),
+    **dict.fromkeys(("chat", "complete", "infer", "inference", "sample"), "generate"),
+    **dict.fromkeys(("convert", "fuse", "merge", "merge-lora", "merge-weights", "push"), "export"),
     **dict.fromkeys(("preprocess", "tokenize"), "data"),
     **dict.fromkeys(("env", "info"), "doctor"),
-    **dict.fromkeys(("ui", "webui"), "dashboard"),
-    "config": "init",
-    "estimate-memory": "plan",
+    **dict.fromkeys(("studio", "tensorboard", "ui", "webui"), "dashboard"),
+    **dict.fromkeys(("logs", "monitor", "tail", "top"), "watch"),
+    **dict.fromkeys(("config", "new", "quickstart"), "init"),
+    **dict.fromkeys(("estimate", "estimate-memory"), "plan"),
+    **dict.fromkeys(("lm-eval", "perplexity"), "evaluate"),
 }
 """What commands of other tools are called here, where the spelling tells nothing of it."""
+_SERVED = "'atom generate' continues a text, 'atom export' writes a model for what serves it"
+_FETCHED = "models come by their id: 'atom train --model ORG/NAME'"
+_LISTED = "'atom dashboard runs' shows all runs in a folder"
+_INSTEAD = {
+    **dict.fromkeys(("api", "serve", "server", "vllm-serve"), _SERVED),
+    **dict.fromkeys(("download", "fetch", "pull"), _FETCHED),
+    **dict.fromkeys(("list", "ls", "ps"), _LISTED),
+    **dict.fromkeys(("login", "logout"), "'hf auth login' is for that"),
+    **dict.fromkeys(("lora", "qlora"), "give --lora to 'atom train', such as --lora r=8,alpha=16"),
+    **{
+        name: f"give --objective {name} to 'atom train'"
+        for name in ("dpo", "kto", "orpo", "reward", "simpo")
+    },
+    "join": "'atom train --join RUN@ADDRESS' does that",
+    "ping": "'atom swarm ping ADDRESS' does that",
+    "quantize": "'atom export --gguf q8_0' writes narrow weights, --lora bits=4 trains on them",
+    "resume": "'atom train --run NAME --resume' does that",
+    "status": "'atom watch runs/RUN' shows a run, 'atom swarm status ADDRESS' a swarm",
+    "stop": "Ctrl-C ends a run after its step, and saves it",
+    "test": "'atom doctor' checks the machine, 'atom prove' the training",
+    "upload": "'atom export --push ORG/NAME' does that",
+}
+"""What to do instead of commands of other tools that ATOM has no command for."""
 _PACKAGES = {"bench": "atombench", "simulate": "atomresearch"}
 """Commands that are of a package of their own."""
 _MODULES = {
@@ -92,10 +117,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(arguments)
         finally:
             sys.stdout.flush()  # at exit nobody would see that it failed
-    except RecipeFileError as error:
-        for line in error.lines:
-            complain(line)
-        return error.exit_code
     except AtomError as error:
         complain(str(error))
         return error.exit_code
@@ -131,7 +152,7 @@ def command_module(name: str) -> ModuleType:
     if not is_installed(name):
         raise ConfigError(
             f"'atom {name}' is of a package of its own, which is not installed; in a clone of the "
-            "project, run 'pip install -e research -e benchmarks'"
+            "project, run 'pip install -e .'"
         )
     return importlib.import_module(f"{package}.{_MODULES.get(name, name)}")
 
@@ -175,11 +196,19 @@ def _run(arguments: list[str]) -> int:
     if name == "atom":
         raise ConfigError("'atom' stands there twice; leave one out")
     if name not in COMMANDS:
-        meant = f" Did you mean {_MEANT[name]!r}?" if name in _MEANT else nearest(name, COMMANDS)
-        raise ConfigError(f"there is no command {name!r}.{meant} Commands: {', '.join(COMMANDS)}")
+        raise ConfigError(_advice(name))
     run = command_of(name)
     with listening(progress_line) if sys.stderr.isatty() else nullcontext():
         return run(arguments[1:])
+
+
+def _advice(name: str) -> str:
+    """Return what to tell of a command that does not exist."""
+    given = name.lower().replace("_", "-")
+    if given in _INSTEAD:
+        return f"there is no command {name!r}; {_INSTEAD[given]}"
+    meant = f" Did you mean {_MEANT[given]!r}?" if given in _MEANT else nearest(name, COMMANDS)
+    return f"there is no command {name!r}.{meant} Commands: {', '.join(COMMANDS)}"
 
 
 def progress_line(line: str) -> None:

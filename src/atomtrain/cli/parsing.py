@@ -32,6 +32,7 @@ _OURS = (
     ("^argument (.*): invalid float value: (.*)", r"\1 takes a number, not \2"),
 )
 """What argparse says, and what it means to somebody who knows nothing of Python."""
+_TRUTHS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 _LONGEST_LINE = 4000
 """Characters that are shown of what others may have written."""
 _INTERRUPTED = 128 + signal.SIGINT
@@ -56,11 +57,24 @@ class Parser(argparse.ArgumentParser):
                 raise ConfigError(f"{given} is not an option of {self.prog}; {instead}")
             names = [f.removeprefix("--") for f in self._option_string_actions if f[:2] == "--"]
             hint = nearest(given.lstrip("-"), names).replace("mean '", "mean '--") if given else ""
-            if not given and (pair := re.search(r"(\w+)=(\S+)", message)):
-                hint = f" Options have dashes: write --{pair[1].replace('_', '-')} {pair[2]}."
+            if re.fullmatch(r"-\w", given):
+                hint = " Options have two dashes and a whole name."
+            if not given:
+                hint = self._hint_of_words(message, names)
         if found := _LONG_DASHES.search(message):
             hint = f" It has {found[0]!r}, which looks like a minus; type '-'."
         raise ConfigError(f"{message}.{hint} See '{self.prog} --help'")
+
+    def _hint_of_words(self, message: str, names: Sequence[str]) -> str:
+        """Return what to do about words without dashes that are too many."""
+        pair = re.search(r"(\w+)=(\S+)", message)
+        name = pair[1].replace("_", "-") if pair else ""
+        if pair and (name in names or pair[1] in self.advice):
+            return f" Options have dashes: write --{name} {pair[2]}."
+        if pair:
+            return " Parts of one value have commas between them and no spaces."
+        taken = [str(action.metavar or action.dest) for action in self._get_positional_actions()]
+        return f" Beside options it takes {' and '.join(taken) or 'nothing'} only."
 
 
 def parse(
@@ -140,9 +154,9 @@ def _as_ours(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[
     for argument in options:
         name, equals, value = argument.partition("=")
         dashed = name.replace("_", "-")
-        switched = f"{found[-1] if found else ''}={argument.lower()}"
+        switched = f"{found[-1] if found else ''}={_TRUTHS.get(argument.lower(), argument.lower())}"
         if name.startswith("--") and dashed in known:
-            switch = f"{dashed}={value.lower()}"
+            switch = f"{dashed}={_TRUTHS.get(value.lower(), value.lower())}"
             found.append(switch if switch in known else f"{dashed}{equals}{value}")
         elif switched in known:
             found[-1] = switched

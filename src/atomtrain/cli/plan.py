@@ -20,7 +20,11 @@ from atomtrain.training.config.optimizing import (
     check_precision,
     check_precision_choice,
 )
-from atomtrain.training.config.preflight import check_gpu_name, check_model_name
+from atomtrain.training.config.preflight import (
+    check_gpu_name,
+    check_model_name,
+    check_model_place,
+)
 from atomtrain.training.config.recipe import check_norm, check_spending
 
 if TYPE_CHECKING:
@@ -171,6 +175,7 @@ def run(arguments: Sequence[str]) -> int:
         positional=("model",),
     )
     check_model_name(options.model)
+    check_model_place(options.model)
     if options.gpu is not None:
         check_gpu_name(options.gpu)
     check_gradient_dtype(options.gradient_dtype)
@@ -226,6 +231,8 @@ def run(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"warning: {warning}\n")
     if model.images_left_out is not None:
         sys.stderr.write(f"warning: images are not counted: {model.images_left_out}\n")
+    if model.left_wide is not None:
+        sys.stderr.write(f"warning: {model.left_wide}\n")
     if options.picture is not None:
         from atomtrain.views.plans.step import step_picture
 

@@ -170,14 +170,16 @@ def _run_peers(options: TrainOptions) -> int:
     from atomtrain.events import EVENTS_FILE, PICTURE_FILE
     from atomtrain.files import require_writable
     from atomtrain.metrics.names import for_local_peer
-    from atomtrain.training.config.new_recipe import check_model, model_name
     from atomtrain.training.launcher import PeerCommand, launch_peers
     from atomtrain.views.runs.display import Display, DisplayConfig
-    from atomtrain.views.runs.picture import loss_picture
 
-    # Mistakes that every peer would make are told once, here.
+    # Mistakes that every peer would make are told once, here. The demo waits for no torch.
+    model = "demo"
     if options.model is not None:
+        from atomtrain.training.config.new_recipe import check_model, model_name
+
         check_model(options.model)
+        model = Path(model_name(options.model)).name
     for given in options.data or (None,):
         spec = given and parse_weighted(given).spec
         if not has_rows(spec):
@@ -187,7 +189,7 @@ def _run_peers(options: TrainOptions) -> int:
         raise ConfigError("--name names one peer; leave it out with --peers")
     if options.identity is not None:
         raise ConfigError("--identity is the key of one peer; leave it out with --peers")
-    run = options.run or f"{Path(model_name(options.model)).name}-{time.strftime('%m%d-%H%M%S')}"
+    run = options.run or f"{model}-{time.strftime('%m%d-%H%M%S')}"
     threads = options.threads or max(1, len(allowed_cores()) // options.n_peers)
     shared = dataclasses.replace(
         options, run=run, peers=1, threads=threads, plain=True, host=options.listen_host
@@ -222,6 +224,8 @@ def _run_peers(options: TrainOptions) -> int:
         courses = {name: base / name / EVENTS_FILE for name in names}
         courses = {name: path for name, path in courses.items() if path.exists()}
         if code == 0 and courses:
+            from atomtrain.views.runs.picture import loss_picture
+
             display.conclude(f"picture     {loss_picture(courses, base / PICTURE_FILE)}")
     if code != 0 and (complaint := _last_complaint(base / name / LOG_FILE for name in names)):
         complain(complaint)

@@ -67,6 +67,11 @@ def check_sources(
     Raises:
         DataError: says which.
     """
+    if validation is not None and _is_share(validation):
+        raise DataError(
+            f"--validation {validation} is a share, not a file; without --validation a twentieth "
+            "of the data is held out"
+        )
     for spec in [*(parse_weighted(each).spec for each in data), *filter(None, [validation])]:
         if is_named(spec):
             parse_named(spec)
@@ -74,6 +79,12 @@ def check_sources(
             check_files(spec)
             _check_first_row(spec, conversations=conversations)
     check_apart(data, validation)
+
+
+def _is_share(validation: str) -> bool:
+    with suppress(ValueError):
+        return 0 <= float(validation) < 1 and not _exists(validation)
+    return False
 
 
 def check_apart(data: Sequence[str], validation: str | None) -> None:

@@ -36,6 +36,7 @@ from atomtrain.engine.engine_base import EngineCore
 from atomtrain.engine.execution.compiled import TRACING, compiled, require_compilable
 from atomtrain.engine.execution.determinism import deterministic, told_plainly
 from atomtrain.engine.execution.multi_device import join
+from atomtrain.engine.kept_plan import first_plan
 from atomtrain.engine.options import Options
 from atomtrain.engine.planner import (
     Planner,
@@ -59,7 +60,6 @@ from atomtrain.engine.updates.updates import Updates
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.layout import Layout, host_gradients
 from atomtrain.planning.plan.machine import Machine
-from atomtrain.planning.plan.updating import share_of
 from atomtrain.progress import Progress
 from atomtrain.units import parse_bytes
 
@@ -214,7 +214,7 @@ def _open(
             chain, costs, times, machine, options, taken, states, one_memory, len(devices),
             profile.crowded_share, compiling,
         )  # fmt: skip
-        plan = planner.plan(share_of(options.micro_batches, len(devices)))
+        planner, plan = first_plan(planner, devices)
         layout = Layout(chain)
         if states is not None and plan.on_disk and options.disk is not None:
             placement = placed(Path(options.disk), chain, layout, states, plan.on_disk)

@@ -19,6 +19,7 @@ from atomtrain.analysis.export.as_traced import AsTraced
 from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.analysis.layers.trace import MicroBatch, Traced
 from atomtrain.engine.calibration.compile_choice import CompileChoice
+from atomtrain.engine.calibration.profiling import Profile
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.devices import open_device
 from atomtrain.engine.devices.streams import Record
@@ -31,6 +32,7 @@ from atomtrain.engine.generation.generating import (
     generate,
     wish_of,
 )
+from atomtrain.engine.kept_plan import kept_plan
 from atomtrain.engine.planner import Planner
 from atomtrain.engine.state.disk_parameters import DiskTraffic
 from atomtrain.engine.state.precision import LossScale, Masters
@@ -213,6 +215,39 @@ class Engine:
         """
         self._core.combine_gradients(combine)
 
+    def plan_by(
+        self, measure: Callable[[Mapping[str, Any]], Profile], example: MicroBatch, faster: float
+    ) -> bool:
+        """Measure again, between two steps; return whether another plan is followed from now on.
+
+        The next steps have the same bits as by the plan before.
+
+        Args:
+            measure: Takes the profile; gets the example by the chain's input names.
+            example: A micro-batch.
+            faster: How many times as fast another plan must be.
+
+        Raises:
+            ConfigError: `can_plan_again` is false.
+        """
+        if not self.can_plan_again:
+            raise ConfigError("this engine keeps its plan; swap the model again for another one")
+        inputs = self._traced.bind(example)
+        return self._core.plan_by(lambda: measure(inputs), faster)
+
+    @property
+    def can_plan_again(self) -> bool:
+        """Whether a new profile can be taken within the run: there is a device of its own, all
+        parameters are in memory, and the example is like all micro-batches."""
+        planner = self.planner
+        return not (
+            planner.one_memory
+            or len(self.devices) > 1
+            or planner.compiling.compiled
+            or "parameters" in self.plan.on_disk
+            or self._traced.larger is not None
+        )
+
     def last_spans(self) -> tuple[Span, ...]:
         """Return what each stream did in the last step, in seconds from any common zero.
 
@@ -378,6 +413,12 @@ class Engine:
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the optimizer state by parameter name."""
         self._state.load_optimizer_state(state)
+
+    def kept_plan(self) -> dict[str, Any]:
+        """Return what fixes the plan, and what it was made for: plain JSON, for `Options(plan=...)`
+        of who goes on from the state that is saved now."""
+        core = self._core
+        return kept_plan(core.planner, core.devices, core.plan).to_json()
 
     @property
     def parameters(self) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from atomtrain.errors import ConfigError
 from atomtrain.settings import check_size, count, option
@@ -119,10 +120,14 @@ class Options:
     closed. On a GPU `host_layers` and `optimizer_on_device` of `None` are then 0 and `False`, so
     that bits do not depend on the plan. On the processor training has the same bits in each run in
     any case."""
+    plan: Mapping[str, Any] | None = None
+    """What `Engine.kept_plan` gave of a training that goes on, for the same bits: its plan is taken
+    without a search if it was made for the same and fits. `Engine.planner.before` says so, or why
+    not."""
     profile: bool | Literal["again"] = True
     """Measure this machine and the model's layers for a few seconds (once; then they are in the
-    user's cache); `"again"` forgets what the cache has. `False`: a GPU's rates come from the
-    catalogue, and the emulated device's from the model's FLOPs."""
+    user's cache); `"again"` forgets what the cache has, and `plan`. `False`: a GPU's rates come
+    from the catalogue, and the emulated device's from the model's FLOPs."""
     check_model: bool = False
     """Compare the layers that are found with the model: loss and gradients of the example, bit for
     bit, on the processor; `AnalysisError` if they differ. Takes about two micro-batches of the
@@ -143,6 +148,7 @@ class Options:
         # Declaring is light; whoever makes options for an engine has torch.
         from atomtrain.engine.state.precision import check_precision, check_scale
         from atomtrain.planning.plan.disk import on_disk_up_to
+        from atomtrain.planning.plan.kept import KeptPlan
         from atomtrain.planning.plan.shape import ACTIVATIONS
 
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -155,6 +161,8 @@ class Options:
         if self.profile not in (True, False, "again"):
             raise ConfigError(f"profile must be True, False or 'again', not {self.profile!r}")
         check_compile("compile", self.compile)
+        if self.plan is not None:
+            KeptPlan.from_json(self.plan)
         check_precision(self.precision)
         if self.gradient_dtype not in (None, "float32"):
             raise ConfigError(

@@ -13,12 +13,13 @@ from atomtrain.analysis.costs.profile import LayerTime
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.calibration.compile_choice import CompileChoice
 from atomtrain.engine.calibration.machines import budget_bytes
+from atomtrain.engine.calibration.profiling import Profile
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError
 from atomtrain.planning.cost.costing import Given, spans_of
-from atomtrain.planning.cost.timeline import Span
+from atomtrain.planning.cost.timeline import Span, step_time
 from atomtrain.planning.plan.disk import DiskRequest, OnDisk, States, on_disk_up_to
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.machine import Machine
@@ -50,19 +51,27 @@ class Planner:
     """What other programs had of the processor while machine and times were measured."""
     compiling: CompileChoice = CompileChoice(False, "")  # noqa: RUF009 (it is never changed)
     """Whether the chain's layers are compiled, and why."""
+    before: str = ""
+    """What became of the plan that the training had before, if the options have one."""
 
     def plan(self, micro_batches: int, on_disk: OnDisk | None = None) -> Plan:
         """Return the best plan for so many micro-batches of a step on each device.
 
         `on_disk` says what lies on disk already; `None` leaves it to options and planner.
         """
+        request = self.request(micro_batches, on_disk)
+        with Progress("planning"):
+            return make_plan(self.chain, self.costs, self.times, self.machine, request)
+
+    def request(self, micro_batches: int, on_disk: OnDisk | None = None) -> Request:
+        """Return what is asked of a plan; arguments as of `plan`."""
         if on_disk is None and self.options.on_disk is not None:
             on_disk = on_disk_up_to(self.options.on_disk)
         disk = None
         if self.states is not None:
             disk = DiskRequest(states=self.states, on_disk=on_disk)
         resident, there = self._pinned()
-        request = Request(
+        return Request(
             micro_batches=micro_batches,
             segments=self.options.segments,
             slots=self.options.slots,
@@ -78,8 +87,6 @@ class Planner:
             devices=self.devices,
             spends=self.options.spend_gradients and not self.one_memory,
         )
-        with Progress("planning"):
-            return make_plan(self.chain, self.costs, self.times, self.machine, request)
 
     def spans(self, plan: Plan) -> tuple[Span, ...]:
         """Return what the plan expects each stream to do in a step."""
@@ -100,6 +107,27 @@ class Planner:
             before, now = (cost.forward_flops + cost.backward_flops for cost in (old, new))
             times[new.kind] = self.times[old.kind].scaled(now / before if before else 1.0)
         return dataclasses.replace(self, costs=costs, times=times)
+
+    def measured_again(self, profile: Profile) -> Planner:
+        """Return what plans for one device by a newer profile; budgets, disk and optimizer stay."""
+        old = self.machine
+        fields = [field.name for field in dataclasses.fields(old)]
+        kept = {
+            name: getattr(old, name)
+            for name in fields
+            if name.startswith("storage_") or name.endswith("_memory_bytes")
+        }
+        return dataclasses.replace(
+            self,
+            machine=dataclasses.replace(profile.machine, **kept),
+            times=profile.times,
+            crowded_share=profile.crowded_share,
+        )
+
+    def timed(self, plan: Plan) -> Plan:
+        """Return a plan with the times that are predicted for it now."""
+        times = step_time(self.spans(plan))
+        return dataclasses.replace(plan, bound=times.bound, **times._asdict())
 
     @property
     def given(self) -> Given:

@@ -156,8 +156,9 @@ def parse_target(text: str) -> Target:
     """
     writer, _, place = text.partition(":")
     if writer not in WRITERS:
+        hint = " Give --metrics once for each." if "," in writer else nearest(writer, WRITERS)
         raise ConfigError(
-            f"--metrics {text!r}: there is no writer {writer!r}.{nearest(writer, WRITERS)} "
+            f"--metrics {text!r}: there is no writer {writer!r}.{hint} "
             f"Writers: {', '.join(WRITERS)}"
         )
     if writer != "prometheus":

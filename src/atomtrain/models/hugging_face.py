@@ -169,13 +169,14 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
 
 def _from_hub(name: str, weights: bool) -> Path:
     require_transformers(f"the model {name}")
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import snapshot_download
+
+    from atomtrain.models.hub_reach import not_found, out_of_reach
 
     patterns = [*_DESCRIPTION, *(_WEIGHTS if weights else ())]
     missing = reason = ""
     for offline in (True, False):
-        if not offline and constants.HF_HUB_OFFLINE:
-            reason = "nowhere else may be looked, since HF_HUB_OFFLINE is set"
+        if not offline and (reason := out_of_reach()):
             break
         try:
             found = Path(snapshot_download(name, local_files_only=offline, allow_patterns=patterns))
@@ -187,11 +188,7 @@ def _from_hub(name: str, weights: bool) -> Path:
         if not missing:
             return found
     lacks = f"what is in the local cache of Hugging Face is not whole ({missing})"
-    raise ConfigError(
-        f"there is no folder {name!r}, and "
-        f"{lacks if missing else 'no such model in the local cache of Hugging Face'}"
-        f"{reason and f'; {reason}'}; give the folder of a model"
-    )
+    raise not_found(name, reason, missing and lacks)
 
 
 def _missing(folder: Path, weights: bool) -> str:

@@ -14,8 +14,8 @@ layer runs.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,13 +26,27 @@ from atomtrain.errors import ConfigError, nearest
 from atomtrain.models.heads import head_of
 from atomtrain.models.image_text import freeze_tower
 from atomtrain.models.image_text import in_tower as is_in_tower
-from atomtrain.models.lora_config import ALL_LINEAR, BITS, NOTHING, LoraConfig
+from atomtrain.models.lora_config import ALL_LINEAR, NOTHING, LoraConfig
+from atomtrain.models.lora_embedding import (
+    EMBEDDING_PARTS,
+    LoraEmbedding,
+    adapt_embedding,
+    check_embedding,
+    embeddings_of,
+)
 from atomtrain.models.lora_init import Begun, begin, drawn
 from atomtrain.models.lora_saved import is_within, saved_modules
-from atomtrain.models.quantised import dequantise, empty_quantised, quantise, quantised_linear, wide
-
-_ADAPTERS = "expert_lora"
-"""The name under which a module with experts has its adapters."""
+from atomtrain.models.narrow import (
+    MadeWide,
+    Narrowing,
+    NarrowLinear,
+    NarrowParameter,
+    experts_of,
+    frozen,
+    narrowing,
+    put_beside,
+)
+from atomtrain.models.quantised import dequantise, empty_quantised, quantise, quantised_linear
 
 
 class ExpertAdapter(nn.Module):
@@ -40,96 +54,49 @@ class ExpertAdapter(nn.Module):
 
     def __init__(self, base: Tensor, config: LoraConfig, *, transposed: bool) -> None:
         super().__init__()
-        self.scale, self.transposed, self.bits = config.scale, transposed, config.bits
-        self.shape, experts = base.shape, base.shape[0]
-        if config.bits is not None:  # rows are those of all experts, [E * O, I]
-            room = empty_quantised(base.shape[:2].numel(), base.shape[2], config.bits, base)
-            self.codes, self.scales = (nn.Parameter(t, requires_grad=False) for t in room)
+        self.scale, self.transposed, self.experts = config.scale, transposed, base.shape[0]
+        self.narrow = None if config.bits is None else NarrowParameter(base, config.bits)
         inputs, outputs = base.shape[1:] if transposed else base.shape[:0:-1]
         made: dict[str, Any] = {"bias": False, "device": base.device, "dtype": base.dtype}
-        self.lora_A = nn.Linear(inputs, config.r * experts, **made)
-        self.lora_B = nn.Linear(config.r * experts, outputs, **made)
+        self.lora_A = nn.Linear(inputs, config.r * self.experts, **made)
+        self.lora_B = nn.Linear(config.r * self.experts, outputs, **made)
 
-    def adapted(self, base: Tensor | None) -> Tensor:
+    def current(self, base: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return the experts with their adapters in them, of the model's shape.
 
         Args:
             base: The frozen ones; `None` if they are held in few bits.
+            dtype: Of what they multiply; that of the adapters counts.
         """
         if base is None:
-            base = wide(self.codes, self.scales, self.lora_A.weight.dtype).view(self.shape)
-        experts = self.shape[0]
-        a = self.lora_A.weight.unflatten(0, (experts, -1))  # [E, r, I]
-        b = self.lora_B.weight.unflatten(1, (-1, experts)).permute(2, 0, 1)  # [E, O, r]
+            assert self.narrow is not None
+            base = self.narrow.current(None, self.lora_A.weight.dtype)
+        a = self.lora_A.weight.unflatten(0, (self.experts, -1))  # [E, r, I]
+        b = self.lora_B.weight.unflatten(1, (-1, self.experts)).permute(2, 0, 1)  # [E, O, r]
         left, right = (a.mT, b.mT) if self.transposed else (b, a)
         return torch.baddbmm(base, left, right, alpha=self.scale)
 
     def beginning(self, read: Callable[[], Tensor], seed: str) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values before the first step; see `LoraLinear.beginning`."""
-        if self.bits is not None:
-            packed = [quantise(expert, self.bits) for expert in read()]
-            yield "codes", torch.cat([each.codes for each in packed])
-            yield "scales", torch.cat([each.scales for each in packed])
+        if self.narrow is not None:
+            for part, values in self.narrow.beginning(read, seed):
+                yield f"narrow.{part}", values
         yield "lora_A.weight", drawn(self.lora_A.weight.shape, seed)
         yield "lora_B.weight", torch.zeros(self.lora_B.weight.shape)
-
-
-class _Adapted(nn.Module):
-    """Goes before a class of experts: its forward sees adapted parameters."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        adapters: Mapping[str, Any] = self._modules[_ADAPTERS]._modules  # type: ignore[union-attr]
-        # An attribute of the instance hides the parameter of that name. Computed once a call: the
-        # module may look at it once for each expert.
-        for name, adapter in adapters.items():
-            self.__dict__[name] = adapter.adapted(self._parameters.get(name))
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            for name in adapters:
-                self.__dict__.pop(name, None)
-
-
-@functools.cache
-def _adapted_class(base: type[nn.Module]) -> type[nn.Module]:
-    # One class for each of the model's, since modules of one class are traced once for all.
-    return type(f"Adapted{base.__name__}", (_Adapted, base), {})
 
 
 def adapt(module: nn.Module, name: str, config: LoraConfig) -> None:
     """Put an adapter beside the frozen parameter `name` of a module, in place.
 
     With `bits` the parameter goes, and the adapter has its codes and scales.
-
-    Raises:
-        ConfigError: its rows cannot be quantised.
     """
-    if not isinstance(module, _Adapted):
-        module.__class__ = _adapted_class(type(module))  # type: ignore[arg-type]
-        module.add_module(_ADAPTERS, nn.ModuleDict())
     adapter = ExpertAdapter(module.get_parameter(name), config, transposed=is_transposed(module))
-    module.get_submodule(_ADAPTERS).add_module(name, adapter)
-    if config.bits is not None:
-        delattr(module, name)
+    put_beside(module, name, adapter, instead=config.bits is not None)
 
 
 def is_transposed(module: nn.Module) -> bool:
     """Return whether a module's experts are `[E, I, O]`, as peft tells it."""
     return bool(getattr(module, "is_transposed", False))
-
-
-def experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of parameters that can be adapted, by the parameter's name.
-
-    Those have three dimensions and are no module of PyTorch's own, such as a convolution's.
-    """
-    return {
-        f"{path}.{name}": module
-        for path, module in model.named_modules()
-        if not type(module).__module__.startswith("torch.nn.")
-        for name, parameter in module.named_parameters(recurse=False)
-        if path and parameter.ndim == 3 and parameter.is_floating_point()
-    }
 
 
 def merged_experts(
@@ -149,22 +116,10 @@ def merged_experts(
     return weight.float() + product * scale
 
 
-def adapter_of(parameter: str) -> str:
-    path, _, name = parameter.rpartition(".")
-    return f"{path}.{_ADAPTERS}.{name}"
+ADAPTER_PARTS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector", *EMBEDDING_PARTS)
 
 
-def adapted_by(adapter: str) -> str | None:
-    """Return the name of the parameter that an adapter is of, `None` if it is a linear layer's."""
-    path, _, name = adapter.rpartition(".")
-    path, _, middle = path.rpartition(".")
-    return f"{path}.{name}" if middle == _ADAPTERS else None
-
-
-ADAPTER_PARTS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
-
-
-class LoraLinear(nn.Module):
+class LoraLinear(MadeWide):
     """A frozen linear layer with an adapter: `[..., I]` to `[..., O]`."""
 
     def __init__(self, base: nn.Linear, config: LoraConfig) -> None:
@@ -172,12 +127,11 @@ class LoraLinear(nn.Module):
         self.scale, self.bits, self._config = config.scale, config.bits, config
         inputs, outputs, like = base.in_features, base.out_features, base.weight
         if config.bits is None:
-            self.weight: nn.Parameter | None = _frozen(base.weight)
+            self.weight = frozen(base.weight)
         else:
-            self.weight = None
             room = empty_quantised(outputs, inputs, config.bits, like)
-            self.codes, self.scales = map(_frozen, room)
-        self.bias = None if base.bias is None else _frozen(base.bias)
+            self.codes, self.scales = map(frozen, room)
+        self.bias = None if base.bias is None else frozen(base.bias)
         if config.init != NOTHING and config.r > min(inputs, outputs):
             raise ConfigError(
                 f"--lora init={config.init} begins with {config.r} parts of every matrix, and one "
@@ -193,7 +147,7 @@ class LoraLinear(nn.Module):
             self.lora_magnitude_vector = nn.Parameter(like.new_empty(outputs))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self.weight is not None:
+        if self.bits is None:
             product = F.linear(inputs, self.weight)
         else:
             product = quantised_linear(inputs, self.codes, self.scales)
@@ -205,9 +159,12 @@ class LoraLinear(nn.Module):
 
     def base(self) -> Tensor:
         """Return the frozen matrix `[O, I]`, in the adapter's type."""
-        if self.weight is not None:
+        if self.bits is None:
             return self.weight
-        return dequantise(self.codes, self.scales, self.lora_A.weight.dtype)
+        return dequantise(self.codes, self.scales, self.wide_type())
+
+    def wide_type(self) -> torch.dtype:
+        return self.lora_A.weight.dtype
 
     def beginning(self, read: Callable[[], Tensor], seed: str) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values of everything before the first step.
@@ -220,10 +177,10 @@ class LoraLinear(nn.Module):
         begun = self._begun(weight, seed)
         if self._takes_out:
             weight = begun.within(weight, -self.scale)
-        if self.weight is not None:
+        if self.bits is None:
             yield "weight", weight
         else:
-            packed = quantise(weight, self.bits or BITS[0])
+            packed = quantise(weight, self.bits)
             yield "codes", packed.codes
             yield "scales", packed.scales
             weight = dequantise(*packed, torch.float32)
@@ -249,24 +206,38 @@ class LoraLinear(nn.Module):
         return norms
 
 
+_Targets = list[tuple[str, nn.Module]]
+"""Names of modules, and of parameters of modules with experts; and the modules."""
+
+
 def add_adapters(model: nn.Module, config: LoraConfig, *, in_tower: bool = False) -> nn.Module:
-    """Freeze a model and put adapters beside its linear layers and experts, in place; return it.
+    """Freeze a model and put adapters beside its linear layers, experts and embeddings, in place;
+    return it.
 
     A classifier's head has no adapter: it is trained itself, as are `modules_to_save`. What looks
     at images has some only with `in_tower`.
 
     Raises:
-        ConfigError: a target names neither, or experts get what their adapters do not have; or no
-            module has the name of one that is trained itself.
+        ConfigError: a target names none of them, or experts or embeddings get what their adapters
+            do not have; or no module has the name of one that is trained itself.
     """
     model.requires_grad_(False)
     saved = saved_modules(model, config, in_tower=in_tower)
-    for name, module in _targets(model, config, saved, in_tower):
+    targets = _targets(model, config, saved, in_tower)
+    narrow = _narrowing(model, config, saved, targets)
+    wide = replace(config, bits=None)  # one object: equal modules are known by holding the same
+    for name, module in targets:
         parent, _, last = name.rpartition(".")
+        own = config if _weight_of(name, module) in narrow.matrices else wide
         if isinstance(module, nn.Linear):
-            setattr(model.get_submodule(parent), last, LoraLinear(module, config))
+            setattr(model.get_submodule(parent), last, LoraLinear(module, own))
+        elif isinstance(module, nn.Embedding):
+            check_embedding(model, name, config)
+            adapt_embedding(module, config)
         else:
-            adapt(module, last, config)
+            adapt(module, last, own)
+    if config.bits is not None:
+        narrow.narrow(model, config.bits, but={_weight_of(*target) for target in targets})
     if (head := head_of(model)) is not None:
         head.requires_grad_(True)
     for module in saved.values():
@@ -276,14 +247,41 @@ def add_adapters(model: nn.Module, config: LoraConfig, *, in_tower: bool = False
     return model
 
 
+def narrowing_of(model: nn.Module, config: LoraConfig, *, in_tower: bool = False) -> Narrowing:
+    """Return what `add_adapters` would hold in few bits; changes nothing.
+
+    Raises:
+        ConfigError: as `add_adapters`.
+    """
+    saved = saved_modules(model, config, in_tower=in_tower)
+    return _narrowing(model, config, saved, _targets(model, config, saved, in_tower))
+
+
+def _narrowing(
+    model: nn.Module, config: LoraConfig, saved: Mapping[str, nn.Module], targets: _Targets
+) -> Narrowing:
+    if config.bits is None:
+        return Narrowing({}, {})
+    return narrowing(model, saved, {_weight_of(*target) for target in targets})
+
+
+def _weight_of(target: str, module: nn.Module) -> str:
+    """Return the name of the parameter that a target's adapter is of."""
+    whole = isinstance(module, nn.Linear | nn.Embedding)
+    return f"{target}.weight" if whole else target
+
+
 def merged(weight: Tensor, adapter: Mapping[str, Tensor], scale: float) -> Tensor:
     """Return what a frozen matrix becomes with its adapter in it, computed in float32.
 
     Args:
-        weight: `[O, I]`.
+        weight: `[O, I]`, or an embedding `[V, D]`.
         adapter: Its tensors by the names of `ADAPTER_PARTS`.
         scale: See `LoraConfig.scale`.
     """
+    if EMBEDDING_PARTS[0] in adapter:
+        a, b = (adapter[part].float() for part in EMBEDDING_PARTS)
+        return weight.float() + (b @ a).T * scale
     product = adapter["lora_B.weight"].float() @ adapter["lora_A.weight"].float()
     adapted = weight.float() + product * scale
     if "lora_magnitude_vector" in adapter:
@@ -291,14 +289,26 @@ def merged(weight: Tensor, adapter: Mapping[str, Tensor], scale: float) -> Tenso
     return adapted
 
 
-def adapted_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
-    kinds = (LoraLinear, ExpertAdapter)
+def adapted_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter | LoraEmbedding]:
+    kinds = (LoraLinear, ExpertAdapter, LoraEmbedding)
     return {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
+
+
+def begun_layers(model: nn.Module) -> dict[str, Any]:
+    """Return what a `beginning` fills: adapted layers, and what is held in few bits beside them."""
+    adapted: dict[str, Any] = adapted_layers(model)
+    narrow = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, NarrowLinear | NarrowParameter)
+        if name.rpartition(".")[0] not in adapted  # which fills its own
+    }
+    return {**adapted, **narrow}
 
 
 def _targets(
     model: nn.Module, config: LoraConfig, saved: Mapping[str, nn.Module], in_tower: bool
-) -> list[tuple[str, nn.Module]]:
+) -> _Targets:
     heads = (getattr(model, "get_output_embeddings", lambda: None)(), head_of(model))
     linears: dict[str, nn.Module] = {
         name: module
@@ -308,13 +318,18 @@ def _targets(
         and (in_tower or not is_in_tower(model, name))
     }
     experts = experts_of(model)
+    embeddings = {
+        name: module
+        for name, module in embeddings_of(model).items()
+        if in_tower or not is_in_tower(model, name)
+    }
     linear_names = {name.rpartition(".")[2] for name in linears}
     expert_names = {each for name in experts for each in _names_of(name)}
-    known = linear_names | expert_names
+    known = linear_names | expert_names | {name.rpartition(".")[2] for name in embeddings}
     wanted = set(config.targets) - {ALL_LINEAR}
     if unknown := sorted(wanted - known):
         raise ConfigError(
-            f"--lora targets={unknown[0]} is neither a linear layer nor experts of the model."
+            f"--lora targets={unknown[0]} is not a linear layer, embedding or expert of the model."
             f"{nearest(unknown[0], sorted(known))} It has {', '.join(sorted(known)) or 'none'}"
         )
     more = config.dora or config.dropout or config.init != NOTHING
@@ -329,7 +344,8 @@ def _targets(
         raise ConfigError(
             "the model has no nn.Linear to put an adapter beside; train it without --lora"
         )
-    found = [(name, m) for name, m in linears.items() if name.rpartition(".")[2] in wanted]
+    plain = {**embeddings, **linears}
+    found = [(name, m) for name, m in plain.items() if name.rpartition(".")[2] in wanted]
     found += [(name, m) for name, m in experts.items() if wanted & _names_of(name)]
     beside = [(name, m) for name, m in found if name not in saved and not is_within(name, saved)]
     if not beside:
@@ -344,7 +360,3 @@ def _targets(
 def _names_of(parameter: str) -> set[str]:
     names = set(parameter.split(".")[-2:])
     return names - {"weight"}
-
-
-def _frozen(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor.detach(), requires_grad=False)

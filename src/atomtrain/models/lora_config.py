@@ -32,8 +32,8 @@ class LoraConfig:
     alpha: float = 16.0
     """The adapter's output is multiplied by `alpha / r`, or with `rslora` by `alpha / sqrt(r)`."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Last names of linear layers, of modules with experts or of their parameters; `all-linear`
-    stands for all linear layers but the head, and for no experts."""
+    """Last names of linear layers, of embeddings, of modules with experts or of their parameters;
+    `all-linear` stands for all linear layers but the head, and for nothing else."""
     dora: bool = False
     """Train the length of the adapted matrix's rows as well."""
     rslora: bool = False
@@ -44,7 +44,8 @@ class LoraConfig:
     """How adapters begin: at `nothing`, or with the main part of their matrix, which is taken out
     of the frozen one: `pissa`, `pissa_niter_16` or `olora`."""
     bits: int | None = None
-    """Hold the adapted matrices in 8 or 4 bits; `None`: as they are."""
+    """Hold the frozen linear layers and experts in 8 or 4 bits, adapted or not; `None`: as they
+    are. See `models/narrow.py`."""
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that are trained themselves, with all that is in them: the last one, or the
     end of a path such as `mlp.gate`."""

@@ -71,7 +71,7 @@ def begin(weight: Tensor, config: LoraConfig, seed: str) -> Begun:
 def drawn(shape: torch.Size, seed: str) -> Tensor:
     """Return `A` as peft draws it, `[r, I]` float32, where `B` is zero."""
     bound = 1 / math.sqrt(shape[1])  # kaiming_uniform_ with a = sqrt(5)
-    return torch.empty(shape).uniform_(-bound, bound, generator=_generator(seed))
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator_of(seed))
 
 
 def _main_part(weight: Tensor, config: LoraConfig, seed: str) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,7 @@ def _vectors(weight: Tensor, r: int, rounds: int | None, seed: str) -> tuple[Ten
             )
     else:
         shape = (weight.shape[1], r)
-        start = torch.randn(shape, generator=_generator(seed), dtype=weight.dtype)
+        start = torch.randn(shape, generator=generator_of(seed), dtype=weight.dtype)
         basis, _ = torch.linalg.qr(weight @ start)
         for _ in range(rounds):
             basis, _ = torch.linalg.qr(weight @ (weight.mT @ basis))
@@ -114,6 +114,6 @@ def _close(squares: Tensor, r: int) -> bool:
     return bool(taken > largest and taken - left < largest)
 
 
-def _generator(seed: str) -> torch.Generator:
+def generator_of(seed: str) -> torch.Generator:
     key = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little") >> 1
     return torch.Generator().manual_seed(key)

@@ -20,8 +20,9 @@ from atomtrain.models.gpt import GPT
 from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import HuggingFaceConfig, build, build_random
 from atomtrain.models.image_text import freeze_tower
-from atomtrain.models.lora import ExpertAdapter, LoraLinear, add_adapters
+from atomtrain.models.lora import LoraLinear, add_adapters
 from atomtrain.models.lora_config import LoraConfig
+from atomtrain.models.narrow import NarrowLinear, NarrowParameter
 
 Sizes = GPTConfig | HuggingFaceConfig
 _MOST_PARAMETERS = 150_000_000
@@ -97,8 +98,9 @@ def parameter_count(model: nn.Module) -> int:
     and its scales are none.
     """
     elements = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    kinds = (LoraLinear, NarrowLinear, NarrowParameter)
     for module in model.modules():
-        if isinstance(module, LoraLinear | ExpertAdapter) and hasattr(module, "codes"):
+        if isinstance(module, kinds) and hasattr(module, "codes"):
             elements[id(module.codes)] *= 1 if module.codes.dtype == torch.int8 else 2
             elements[id(module.scales)] = 0
     return sum(elements.values())

@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -26,6 +28,12 @@ LEVELS = {
 }
 """Flags by the name that PyTorch gives to what a processor can do; others than x86 have the first
 only."""
+_NEEDED = {
+    "AVX512": {"avx512vl", "avx512bw", "avx512dq", "fma"},
+    "AVX2": {"avx2", "fma"},
+    "DEFAULT": set[str](),
+}
+"""What a processor has to which PyTorch gives such a name, as Linux calls it; the best first."""
 # Contraction and reordering would give other bits on other processors; neither rounding modes nor
 # floating-point traps nor `errno` are used, and without them loops become vector instructions.
 FLAGS = (
@@ -42,6 +50,18 @@ def levels() -> list[str]:
     """Return the levels that are built for this kind of processor."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     return list(LEVELS) if x86 else ["DEFAULT"]
+
+
+def own_levels(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """Return the level that PyTorch names here; all of them where the kernel does not tell."""
+    try:
+        told = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        told = None
+    if told is None or len(levels()) == 1:
+        return levels()
+    has = set(told[1].split())
+    return [next(level for level, needed in _NEEDED.items() if needed <= has)]
 
 
 def library_path(level: str, folder: Path = HERE) -> Path:
@@ -83,25 +103,28 @@ def build(
         BuildError: there is no compiler, or it failed; what it said is in the message.
     """
     command = compiler()
+    chosen = levels() if only is None else only
+    with ThreadPoolExecutor() as threads:  # a compiler takes one core
+        return list(threads.map(lambda level: _compiled(command, level, folder, extra), chosen))
+
+
+def _compiled(command: Sequence[str], level: str, folder: Path, extra: Sequence[str]) -> Path:
+    """Compile one library; return it."""
+    target = library_path(level, folder)
+    part = target.with_name(f"{target.name}.{os.getpid()}")
     sources = [str(path) for path in sorted(KERNELS.glob("*.c"))]
-    made = []
-    for level in levels() if only is None else only:
-        target = library_path(level, folder)
-        part = target.with_name(f"{target.name}.{os.getpid()}")
-        define = f'-DATOM_SOURCES="{fingerprint()}"'
-        flags = [*FLAGS, *LEVELS[level], define, *extra]
-        done = subprocess.run(
-            [*command, *flags, *sources, "-o", str(part), "-lm"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            part.unlink(missing_ok=True)
-            raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr.strip()}")
-        part.replace(target)
-        made.append(target)
-    return made
+    flags = [*FLAGS, *LEVELS[level], f'-DATOM_SOURCES="{fingerprint()}"', *extra]
+    done = subprocess.run(
+        [*command, *flags, *sources, "-o", str(part), "-lm"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        part.unlink(missing_ok=True)
+        raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr.strip()}")
+    part.replace(target)
+    return target
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ import torch
 from atomtrain.data.sampler import joined
 from atomtrain.engine.calibration.profile_cache import StepTimes
 from atomtrain.engine.engine_base import StepReport
+from atomtrain.engine.replanning import Replanning
 from atomtrain.errors import DiskError, StreamError
 from atomtrain.events import EVENTS_FILE, PICTURE_FILE, EventLog
 from atomtrain.optimizers.groups import set_learning_rate
@@ -23,6 +24,7 @@ from atomtrain.training.run_events import (
     SwarmFile,
     announce,
     newest,
+    plan_again,
     save_session,
     seed_of,
     tell_expelled,
@@ -75,6 +77,7 @@ class Loop:
         self._first_step = session.step
         self._pace = Pace(session.step, self._started_s)
         self._times = StepTimes()
+        self._replanning = Replanning()
         self._told_step = 0
         self._shown = False
         self._members: dict[str, str] = {}
@@ -94,7 +97,10 @@ class Loop:
                 self._evaluate(_GLANCE_SEQUENCES)  # where it starts from
             while session.step < recipe.steps and not self._stop:
                 before = session.step
-                loss = self._train_or_save(self._batch())
+                batch = self._batch()
+                if plan_again(session, self._replanning, batch, self._events):
+                    self._times = StepTimes()  # what comes is compared with what is predicted now
+                loss = self._train_or_save(batch)
                 rounds = self._average()
                 if session.step == before:
                     continue  # gradients are still being gathered

@@ -16,6 +16,7 @@ import torch
 from atomtrain.checkpoint import save
 from atomtrain.engine.devices.native import tf32_hint
 from atomtrain.engine.generation.generating import Wish
+from atomtrain.engine.replanning import Replanning
 from atomtrain.errors import DeviceMemoryError, PlanError
 from atomtrain.events import SWARM_FILE, EventLog
 from atomtrain.files import replacing
@@ -32,7 +33,7 @@ from atomtrain.training.setup.state import (
     shards_of,
 )
 from atomtrain.views.plans.step import Account, write_trace
-from atomtrain.views.runs.plan_event import tell_checkpoint, tell_plan
+from atomtrain.views.runs.plan_event import tell_checkpoint, tell_plan, tell_planned_again
 
 if TYPE_CHECKING:
     from atomtrain.swarm import RoundReport, Swarm
@@ -75,6 +76,25 @@ def announce(session: Session, events: EventLog) -> None:
     if hint := tf32_hint(engine.device, session.recipe.precision):
         events.emit("warning", message=hint)
     tell_plan(engine, events, session.options.compile)
+
+
+def plan_again(
+    session: Session,
+    replanning: Replanning,
+    micro_batches: Sequence[dict[str, torch.Tensor]],
+    events: EventLog,
+) -> bool:
+    """Measure and plan again if the machine was crowded and is not now; tell, and return, if so."""
+    try:
+        again = replanning.between_steps(session.engine, micro_batches)
+    except PlanError as error:  # of measuring: the run goes on as before
+        events.emit("warning", message=f"the plan stays: {error}")
+        return False
+    if again is None:
+        return False
+    tell_planned_again(session.engine, again, events)
+    tell_plan(session.engine, events, session.options.compile)
+    return True
 
 
 def tell_rounds(swarm: Swarm, reports: Sequence[RoundReport], events: EventLog) -> None:
@@ -213,6 +233,7 @@ def save_session(session: Session, events: EventLog) -> Path:
         "head_pieces": session.fit.head_pieces,
         "loss_scale": loss_scale_of(session.engine),
         "compiling": compiling_of(session.engine),
+        "plan": session.engine.kept_plan(),
         "data": list(session.text.data),
         "validation": session.text.validation,
         "model_folder": None if folder is None else str(folder.absolute()),

@@ -86,7 +86,9 @@ def test_what_two_members_make_and_certify_among_themselves_is_tried_and_undone(
             liar.wait_for("round", theirs, begun[liar])
     for peer in honest:
         refused = peer.wait_for("round", lambda said: said["outcome"] == "refused", begun[peer])
-        assert "this peer's loss on its own text would rise" in refused["reason"]
+        # After many rounds that nobody else saw, theirs are too far away to be tried.
+        reasons = ("this peer's loss on its own text would rise", "rounds can have moved them")
+        assert any(reason in refused["reason"] for reason in reasons), refused["reason"]
 
     through = liars[0].wait_for("ready")["address"]
     newcomers = [PeerProcess(**{**_SETTINGS, "judges": it}, join=[through]) for it in (True, False)]

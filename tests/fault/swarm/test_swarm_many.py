@@ -27,10 +27,10 @@ from tests.support import ROOT
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1200)]
 SETTINGS = {
-    "run": "many", "elements": [500, 401], "local_steps": 8, "step_s": 1.5, "expiry_s": 60.0,
+    "run": "many", "elements": [500, 401], "local_steps": 8, "expiry_s": 60.0,
     "connect_s": 20.0, "stall_s": 15.0, "round_floor_s": 15.0,
 }  # fmt: skip
-START_S, TRAIN_S = 600.0, 80.0
+START_S, TRAIN_STEPS = 600.0, 53
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -105,13 +105,17 @@ def counted(first: dict[str, Any], last: dict[str, Any], rounds: int) -> dict[st
     return {name: (last.get(name, 0) - first.get(name, 0)) / max(1, rounds) for name in names}
 
 
-@pytest.mark.parametrize(("peers", "share", "group_size"), [(16, 2, 8), (64, 4, 8)])
+# Two cores have 125 ms a second for each of 16 peers and 31 ms for each of 64, whose rounds come
+# four times as seldom: what is tested is the protocol, and not a crowded machine.
+@pytest.mark.parametrize(
+    ("peers", "share", "group_size", "step_s"), [(16, 2, 8, 1.5), (64, 4, 8, 6.0)]
+)
 def test_many_peers_average_in_groups(
-    processes: list[Process], peers: int, share: int, group_size: int
+    processes: list[Process], peers: int, share: int, group_size: int, step_s: float
 ) -> None:
     begun_s = time.monotonic()
     until_s = begun_s + START_S
-    each: dict[str, Any] = {"peers": peers // share, "group_size": group_size}
+    each: dict[str, Any] = {"peers": peers // share, "group_size": group_size, "step_s": step_s}
     processes.append(Process(first=0, **each))
     address = processes[0].wait_ready(until_s)
     for index in range(1, share):  # all at once
@@ -121,7 +125,8 @@ def test_many_peers_average_in_groups(
     started_s = time.monotonic() - begun_s
     began = [len(process.said) for process in processes]
     cpu_s = sum(process.cpu_s() for process in processes)
-    time.sleep(TRAIN_S)
+    train_s = TRAIN_STEPS * step_s
+    time.sleep(train_s)
     cpu_s = sum(process.cpu_s() for process in processes) - cpu_s
     news = [said for process, n in zip(processes, began, strict=True) for said in process.said[n:]]
     states = [said for said in news if said["kind"] == "state"]
@@ -149,7 +154,8 @@ def test_many_peers_average_in_groups(
         "reasons": Counter(why(said["reason"]) for said in rounds if said["reason"]),
         "bytes sent in a round": statistics.mean(said["sent"] for said in together),
         **{f"{name} a round": statistics.mean(one[name] for one in traffic) for name in traffic[0]},
-        "cpu_s of a peer a minute": 60 * cpu_s / TRAIN_S / peers,
+        "cpu_ms a round": 1000 * cpu_s / sum(taken.values()),
+        "cpu_s of a peer a minute": 60 * cpu_s / train_s / peers,
         "round_s": statistics.median(said["duration_s"] for said in together),
         "spread": spread,
     }

@@ -145,7 +145,15 @@ def test_misdeeds_at_every_stage(
     trio.start_fault.touch()
     victim.wait_for("misdeed")
     trio.check()
-    wait_until(lambda: len(victim.lines("misdeed")) > 2, lambda: victim.lines("misdeed"))
+
+    def lies() -> int:
+        """An old mean is not signed for this round: both others leave out who sends it one."""
+        old = misdeed == "replay"
+        return old * sum(line["sent"] == "Mean" for line in victim.lines("misdeed"))
+
+    wait_until(
+        lambda: len(victim.lines("misdeed")) > 2 or lies() > 1, lambda: victim.lines("misdeed")
+    )
     trio.check()
     if misdeed == "slow":
         trio.wait_averaged(everybody)
@@ -153,7 +161,7 @@ def test_misdeeds_at_every_stage(
         durations_s = [line["duration_s"] for line in peer.lines("round", now)]
         assert max(durations_s) < LONGEST_ROUND_S
     trio.start_fault.unlink()
-    if misdeed != "corrupt":  # there is no evidence of ill will
+    if misdeed != "corrupt" and not lies():  # there is no evidence of ill will
         trio.wait_averaged(everybody)
     trio.check()
     said = {peer.peer_id: peer.lines("took") + peer.lines("merged") for peer in everybody}

@@ -31,13 +31,18 @@ def _seed() -> None:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[ProgramRun]:
     """Hold all that ran by programs."""
     found: list[ProgramRun] = []
-    forward = ProgramRun.forward
 
-    def noted(run: ProgramRun, values: Any) -> Any:
-        found.append(run)
-        return forward(run, values)
+    def note(name: str) -> None:
+        run_layer = getattr(ProgramRun, name)
 
-    monkeypatch.setattr(ProgramRun, "forward", noted)
+        def noted(run: ProgramRun, values: Any) -> Any:
+            found.append(run)
+            return run_layer(run, values)
+
+        monkeypatch.setattr(ProgramRun, name, noted)
+
+    note("forward")
+    note("again")
     return found
 
 

@@ -14,6 +14,7 @@ from atomtrain.models import GPT
 from tests.support.reference import assert_same_bits, twin
 from tests.support.swapped import LAYERS, check, gpt, swap, token_batches
 
+pytestmark = pytest.mark.usefixtures("assumed_times")
 TARGETS = [51, 7, 33]
 """Of three micro-batches."""
 

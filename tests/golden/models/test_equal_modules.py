@@ -334,4 +334,6 @@ def test_what_is_not_certain_is_traced_as_a_whole(
     model = kind(lambda number: False) if kind is Watched else kind()
     one = chain_of(model, X, square)
     assert not stood_in
+    left = [module for module in model.modules() if module._forward_hooks]
+    assert not left, "a call that was given up has left its hooks"
     check_same(one, whole(monkeypatch, model, X, square), {"x": X})

@@ -18,9 +18,11 @@ from atomtrain.cli.main import main
 from atomtrain.data.sampler import Batch
 from atomtrain.engine.api import swap
 from atomtrain.engine.options import Options
+from atomtrain.errors import ConfigError
 from atomtrain.models.hugging_face import build, read_config
-from atomtrain.models.lora import adapted_layers, add_adapters, merged
+from atomtrain.models.lora import adapted_layers, add_adapters, begun_layers, merged
 from atomtrain.models.lora_config import LoraConfig
+from atomtrain.models.lora_embedding import LoraEmbedding
 from atomtrain.models.quantised import (
     _NF4,
     _levels_on,
@@ -46,6 +48,7 @@ from tests.support.hugging_face_models import (
 from tests.support.reference import train as resident
 
 pytest.importorskip("transformers")
+_IDS = torch.arange(24).view(2, 12)
 pytestmark = pytest.mark.usefixtures("no_search_for_a_fit")
 
 
@@ -67,11 +70,14 @@ def adapted(folder: Path, config: LoraConfig) -> Any:
     add_adapters(model, config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, layer in adapted_layers(model).items():
+        for name, layer in begun_layers(model).items():
             for part, values in layer.beginning(partial(stored.get, f"{name}.weight"), name):
                 layer.get_parameter(part).copy_(values)
-            drawn = torch.randn(layer.lora_B.weight.shape, generator=generator)
-            layer.lora_B.weight.copy_(0.02 * drawn)
+        for layer in adapted_layers(model).values():
+            zero = (
+                layer.lora_embedding_A if isinstance(layer, LoraEmbedding) else layer.lora_B.weight
+            )
+            zero.copy_(0.02 * torch.randn(zero.shape, generator=generator))
     return model
 
 
@@ -82,12 +88,17 @@ def steps(model: Any) -> list[list[dict[str, torch.Tensor]]]:
     return [NextToken().micro_batches(batch, 2) for batch in batches]
 
 
+GEMMA = {**UNTIED, "model_type": "gemma", "head_dim": 8, "pad_token_id": 0}
+"""Multiplies what its embedding looks up."""
 KINDS = {
     "lora": LoraConfig(r=4, alpha=8.0),
     "dora": LoraConfig(r=4, alpha=8.0, targets=("q_proj", "down_proj"), dora=True),
     "dropout": LoraConfig(r=4, alpha=8.0, dropout=0.3, rslora=True),
     "8 bits": LoraConfig(r=4, alpha=8.0, bits=8),
     "4 bits, dora": LoraConfig(r=4, alpha=8.0, bits=4, dora=True),
+    "4 bits, two adapted": LoraConfig(r=4, alpha=8.0, bits=4, targets=("q_proj", "v_proj")),
+    "embedding": LoraConfig(r=4, alpha=8.0, targets=("embed_tokens", "q_proj"), bits=4),
+    "scaled embedding": LoraConfig(r=4, alpha=8.0, targets=("embed_tokens", "q_proj")),
     "modules to save": LoraConfig(r=4, alpha=8.0, modules_to_save=("down_proj", "norm")),
 }
 
@@ -97,7 +108,7 @@ KINDS = {
 def test_swapped_adapters_are_resident_ones_bit_for_bit(
     kind: str, tight: bool, tmp_path: Path
 ) -> None:
-    write_model(tmp_path, UNTIED)
+    write_model(tmp_path, GEMMA if kind.startswith("scaled") else UNTIED)
     expected, model = (adapted(tmp_path, KINDS[kind]) for _ in range(2))
     objective = NextToken()
     optimizer = AdamW([p for p in expected.parameters() if p.requires_grad], lr=1e-2)
@@ -293,6 +304,93 @@ def test_the_command_trains_what_peft_loads(
     assert main(["generate", str(run), "--tokens", "2"]) == 0
 
 
+def test_an_adapted_embedding_is_what_peft_loads_merges_and_writes(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    folder, text = tmp_path / "llama", write_text(tmp_path / "text.txt")
+    before = write_model(folder, UNTIED).state_dict()
+    lora = ("--lora", "r=4,alpha=8,targets=embed_tokens+q_proj,dropout=0.1,rslora=true")
+    run = train(folder, text, "adapted", *lora, "--checkpoint-every", "1")
+    expected = saved_tensors(run)
+    assert main(["export", str(run), "adapters"]) == 0
+    assert main(["export", str(run), "merged", "--merge"]) == 0
+    load: Any = AutoModelForCausalLM.from_pretrained
+    theirs = peft.PeftModel.from_pretrained(load(folder), "adapters").eval()
+    for part in ("A", "B"):
+        name = f"base_model.model.model.embed_tokens.lora_embedding_{part}.default"
+        own = expected[f"model.embed_tokens.lora_embedding_{part}/parameter"]
+        assert torch.equal(theirs.get_parameter(name), own), name
+        assert own.any()
+    theirs.save_pretrained("written")  # with the frozen embedding beside it
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        logits = theirs(ids).logits
+        assert torch.allclose(load("merged").eval()(ids).logits, logits, atol=1e-5)
+        merged_by_peft = theirs.merge_and_unload().state_dict()
+    for path in (run, Path("adapters"), Path("written"), Path("merged")):
+        for name, tensor in open_trained(path).model.state_dict().items():
+            assert torch.equal(tensor, merged_by_peft[name]), (path, name)
+            changed = "q_proj" in name or "embed_tokens" in name
+            assert torch.equal(tensor, before[name]) != changed, name
+    shutil.rmtree(max((run / "checkpoints").glob("step-*")))
+    train(folder, text, "adapted", "--resume")
+    found = saved_tensors(run)
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    write_model(folder, UNTIED, seed=1)
+    with pytest.raises(ConfigError, match=r"holds another model\.embed_tokens\.weight"):
+        open_trained(Path("written"))
+
+
+def test_a_scaled_embedding_is_adapted_as_by_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    write_model(tmp_path, GEMMA)
+    ours = adapted(tmp_path, LoraConfig(r=4, alpha=8.0, targets=("embed_tokens",))).eval()
+    values, plain = ours.state_dict(), build(read_config(tmp_path)).eval()
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(values[name])
+        before = plain(_IDS).logits
+        asked = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["embed_tokens"])
+        theirs = peft.get_peft_model(plain, asked).eval()
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                known = name.removeprefix("base_model.model.").replace(".default", "")
+                parameter.copy_(values[known])
+        found = ours(_IDS).logits
+        assert torch.equal(found, theirs(_IDS).logits)
+        assert not torch.allclose(found, before, atol=1e-3)
+        layer = ours.model.embed_tokens
+        parts = {name: p for name, p in layer.named_parameters() if "lora_" in name}
+        inside = theirs.merge_and_unload()
+        assert torch.equal(
+            merged(layer.weight, parts, layer.scale), inside.model.embed_tokens.weight
+        )
+        torch.testing.assert_close(inside(_IDS).logits, found)
+
+
+def test_an_embedding_that_is_the_head_too_is_not_adapted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft = pytest.importorskip("peft")
+    folder, text = tmp_path / "llama", write_text(tmp_path / "text.txt")
+    model = write_model(folder, LLAMA)
+    lora = ["--lora", "targets=embed_tokens"]
+    capsys.readouterr()
+    assert main(["train", "--model", str(folder), "--data", str(text), "--plain", *lora]) == 2
+    told = capsys.readouterr().err
+    assert "'lm_head.weight' too" in told
+    assert "modules_to_save=embed_tokens in its place" in told
+    assert told.count("\n") == 1
+    asked = peft.LoraConfig(target_modules=["embed_tokens"])
+    model.name_or_path = str(folder)
+    wrapped = peft.get_peft_model(model, asked)
+    wrapped.peft_config["default"].base_model_name_or_path = str(folder)
+    wrapped.save_pretrained("adapters")
+    with pytest.raises(ConfigError, match=r"'lm_head\.weight' too"):
+        open_trained(Path("adapters"))
+
+
 def test_adapters_resume_with_the_same_bits_beside_a_base_of_4_bits(tmp_path: Path) -> None:
     folder, text = tmp_path / "llama", write_text(tmp_path / "text.txt")
     write_model(folder, UNTIED)
@@ -316,7 +414,10 @@ def test_adapters_resume_with_the_same_bits_beside_a_base_of_4_bits(tmp_path: Pa
         ("modules_to_save=embed_tokns", "Did you mean 'embed_tokens'"),
         ("modules_to_save=norm++lm_head", "has an empty name"),
         ("targets=q_proj,modules_to_save=self_attn", "so there is no adapter"),
-        ("targets=q_proy", "Did you mean 'q_proj'"), ("bits=3", "must be 8 or 4"), ("r", "lacks"),
+        ("targets=q_proy", "Did you mean 'q_proj'"), ("targets=embed_token", "'embed_tokens'"),
+        ("targets=embed_tokens,dora=true", "has no dora"),
+        ("targets=embed_tokens,init=pissa", "begins at nothing"),
+        ("bits=3", "must be 8 or 4"), ("r", "lacks"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(

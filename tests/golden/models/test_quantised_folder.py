@@ -93,7 +93,8 @@ def test_the_commands_take_it_like_its_wide_copy(
     monkeypatch.chdir(tmp_path)
     write_quantised(tmp_path / "narrow", form, tmp_path / "wide")
     text = write_text(tmp_path / "text.txt")
-    assert main(["plan", "narrow", "--context", "16", "--gpu", "rtx-3090"]) == 0
+    size = ["--micro-batch", "1", "--tokens-per-step", "32"]
+    assert main(["plan", "narrow", "--context", "16", "--gpu", "rtx-3090", *size]) == 0
     runs = {}
     for name in ("narrow", "wide"):
         for more, steps in (((), 1), (("--resume",), 2)):

@@ -126,6 +126,14 @@ def test_each_mistake_of_the_benchmark_is_answered(
         (["train", *TINY, "--device", "xpu:x"], "xpu:NUMBER"),
         (["train", *TINY, "--device", "xpu:99"], "there is no XPU device 99"),
         (["train", *TINY, "--device", "emulated:fast"], "4GiB/s"),
+        (["serve", "missing"], "'atom export' writes a model for what serves it"),
+        (["vllm_serve"], "there is no command 'vllm_serve'; 'atom generate' continues a text"),
+        (["download", "org/name"], "atom train --model ORG/NAME"),
+        (["Merge-LoRA", "missing"], "Did you mean 'export'?"),
+        (["dpo", "recipe.yaml"], "give --objective dpo to 'atom train'"),
+        (["join", "a@b"], "'atom train --join RUN@ADDRESS' does that"),
+        (["status"], "'atom watch runs/RUN' shows a run"),
+        (["train", "many.yaml"], "many.yaml has 3 mistakes: (line 1) there is no key 'modle'"),
         (["bench", "swop"], "Did you mean 'swap'?"),
         (["bench", "repotr"], "Did you mean 'report'?"),
         (["bench"], "atom: NAME is missing."),
@@ -134,7 +142,7 @@ def test_each_mistake_of_the_benchmark_is_answered(
         (["train", "--steps", "-1"], "--steps must be at least 1, not -1"),
         (["train", "--steps", "ten"], "atom: --steps takes a whole number, not 'ten'."),
         (["train", "--beta", "much"], "atom: --beta takes a number, not 'much'."),
-        (["train", "--resume=yes"], "atom: --resume takes no value, 'yes' neither."),
+        (["train", "--resume=perhaps"], "atom: --resume takes no value, 'perhaps' neither."),
         (["plan", "tiny", "--gpu"], "atom: --gpu needs a value."),
         (["train", "--peers", "0"], "--peers must be at least 1"),
         (["train", "--threads", "0"], "--threads must be at least 1"),
@@ -197,6 +205,7 @@ def test_each_mistake_of_the_benchmark_is_answered(
 )
 def test_a_wrong_name_or_number(complaint: Complaint, arguments: list[str], needed: str) -> None:
     Path("me@home").mkdir()
+    Path("many.yaml").write_text("modle: tiny\nsteps: ten\nlearning_rat: 1\n", encoding="utf-8")
     if arguments[0] == "train" and "tiny" in arguments:
         arguments = [*arguments, "--data", "text.txt"]
     assert needed in complaint(*arguments)

@@ -167,34 +167,38 @@ def test_a_folder_brings_no_code(model: Path, tmp_path: Path, environment: Envir
 
 
 def test_the_command_itself_refuses(model: Path, tmp_path: Path, environment: Environment) -> None:
-    folder = changed(model, tmp_path / "evil", _attn_implementation=EVIL)
-    for command in (["train", "--plain", "--model"], ["plan"], ["generate"], ["evaluate"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "atomtrain.cli.main", *command, str(folder)], env=environment,
-            capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=tmp_path,
-        )  # fmt: skip
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert EVIL in done.stderr
+    folder = str(changed(model, tmp_path / "evil", _attn_implementation=EVIL))
+    done = subprocess.run(
+        [sys.executable, "-m", "atomtrain.cli.main", "train", "--plain", "--model", folder],
+        env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        cwd=tmp_path,
+    )  # fmt: skip
+    others = commands(environment, *([name, folder] for name in ("plan", "generate", "evaluate")))
+    for code, told in ((done.returncode, done.stderr), *others):
+        assert (code, told.count("\n")) == (2, 1), told
+        assert EVIL in told
     assert mark(environment) == ""
 
 
 def test_pickled_weights_are_not_read(
     model: Path, tmp_path: Path, environment: Environment
 ) -> None:
-    folder = changed(model, tmp_path / "evil")
-    for name in ("pytorch_model.bin", "adapter_model.bin", "model.pt", "optimizer.pth"):
-        (folder / name).write_bytes(pickled())
-    (beside,) = commands(environment, ["generate", str(folder), "--tokens", "1"])
-    (folder / "model.safetensors").unlink()
-    (alone,) = commands(environment, ["generate", str(folder), "--tokens", "1"])
+    beside, alone, named = (changed(model, tmp_path / f"evil-{n}") for n in range(3))
+    for folder in (beside, alone, named):
+        for name in ("pytorch_model.bin", "adapter_model.bin", "model.pt", "optimizer.pth"):
+            (folder / name).write_bytes(pickled())
+    for folder in (alone, named):
+        (folder / "model.safetensors").unlink()
     index = {"weight_map": {"model.norm.weight": "pytorch_model.bin"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (named,) = commands(environment, ["generate", str(folder), "--tokens", "1"])
+    (named / "model.safetensors.index.json").write_text(json.dumps(index))
+    told = commands(
+        environment,
+        *(["generate", str(folder), "--tokens", "1"] for folder in (beside, alone, named)),
+    )
     assert mark(environment) == ""
-    assert beside[0] == 0
-    assert alone[0] == named[0] == 2
-    assert "a pickle, which may run any code" in alone[1]
-    assert "not a whole safetensors file" in named[1]
+    assert [code for code, _ in told] == [0, 2, 2]
+    assert "a pickle, which may run any code" in told[1][1]
+    assert "not a whole safetensors file" in told[2][1]
 
 
 def test_weights_that_are_no_numbers_are_told(model: Path, tmp_path: Path) -> None:
@@ -226,11 +230,12 @@ def test_older_tokenizers_bring_no_code(
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "auto_map": settings["auto_map"]}))
-    commands(environment, ["generate", str(folder), "--tokens", "1"])
-    assert mark(environment) == ""
+    known = shutil.copytree(folder, tmp_path / "known")
     settings["tokenizer_class"] = "GPT2Tokenizer"
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    ((code, told),) = commands(environment, ["generate", str(folder), "--tokens", "1"])
+    (known / "tokenizer_config.json").write_text(json.dumps(settings))
+    _, (code, told) = commands(
+        environment, *(["generate", str(made), "--tokens", "1"] for made in (folder, known))
+    )
     assert mark(environment) == ""
     assert code == 0, told
 
@@ -253,12 +258,13 @@ def test_a_template_brings_no_code(model: Path, tmp_path: Path, environment: Env
 
 def test_a_recipe_file_brings_no_code(tmp_path: Path, environment: Environment) -> None:
     command = f"echo recipe > {environment['HOSTILE_MARK']}"
-    file = tmp_path / "evil.yaml"
-    for tag in ("!!python/object/apply:os.system", "!!python/name:os.system"):
-        file.write_text(f"steps: {tag} [{json.dumps(command)}]\n")
-        ((code, told),) = commands(environment, ["train", str(file), "--plain"])
+    files = []
+    for number, kind in enumerate(("object/apply", "name")):
+        files.append(tmp_path / f"evil-{number}.yaml")
+        files[-1].write_text(f"steps: !!python/{kind}:os.system [{json.dumps(command)}]\n")
+    for code, told in commands(environment, *(["train", str(file), "--plain"] for file in files)):
         assert (code, told.count("\n")) == (2, 1)
-        assert mark(environment) == ""
+    assert mark(environment) == ""
 
 
 def test_a_checkpoint_brings_no_code(
@@ -277,22 +283,24 @@ def test_a_checkpoint_brings_no_code(
         name: {key: tensor.clone() for key, tensor in tensors.items()}
         for name, tensors in honest.shards()
     }
-    asked: list[list[tuple[int, str]]] = []
-    for changes in ({"_attn_implementation": EVIL}, {"attribute_map": {"x": "y"}}):
+    asked: list[list[str]] = []
+    for number, changes in enumerate(
+        ({"_attn_implementation": EVIL}, {"attribute_map": {"x": "y"}})
+    ):
         meta = json.loads(json.dumps(honest.meta))
         meta["recipe"]["sizes"]["config"].update(changes)
-        save(folder / "checkpoints", 9, shards.items(), meta, honest.texts)
-        asked.append(
-            commands(
-                environment,
-                ["generate", str(folder), "--tokens", "1"],
-                ["export", str(folder), str(tmp_path / "exported")],
-                ["train", "--data", str(text), "--directory", str(runs), "--run", "mine",
-                 "--resume", "--plain", "--host", "127.0.0.1"],
-            )
-        )  # fmt: skip
+        theirs = shutil.copytree(runs, tmp_path / f"runs-{number}")
+        evil = theirs / "mine" / "peer-0"
+        save(evil / "checkpoints", 9, shards.items(), meta, honest.texts)
+        asked += [
+            ["generate", str(evil), "--tokens", "1"],
+            ["export", str(evil), str(tmp_path / "exported")],
+            ["train", "--data", str(text), "--directory", str(theirs), "--run", "mine",
+             "--resume", "--plain", "--host", "127.0.0.1"],
+        ]  # fmt: skip
+    told_of_each = commands(environment, *asked)
     assert mark(environment) == ""
-    for code, told in (answer for answers in asked for answer in answers):
+    for code, told in told_of_each:
         lines = [line for line in told.splitlines() if "going on alone" not in line]
         assert (code, len(lines)) == (2, 1), told
     assert not (tmp_path / "exported").exists()

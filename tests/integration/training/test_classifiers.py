@@ -201,7 +201,8 @@ def test_a_trained_head_keeps_its_labels(place: Path, capsys: pytest.CaptureFixt
     assert "Did you mean 'rain'?" in line
     assert main([*given, "--data", "rows.jsonl", "--objective", "next-token"]) == 2
     assert "has a head of 3 outputs on a sequence" in capsys.readouterr().err
-    assert main(["plan", "exported", "--gpu", "rtx-3090", "--context", "24"]) == 0
+    size = ["--micro-batch", "1", "--tokens-per-step", "48"]
+    assert main(["plan", "exported", "--gpu", "rtx-3090", "--context", "24", *size]) == 0
 
 
 def test_a_dry_run_tells_labels_and_rows_without_one_are_skipped(

@@ -12,6 +12,7 @@ from atomtrain.events import read_events
 from tests.support.hugging_face_models import UNTIED, write_model
 
 COMMON = ["--host", "127.0.0.1", "--plain", "--no-profile", "--threads", "1", "--context", "32"]
+PEER = "12D3KooWJCGm3rTQcJcNZEtzqgqBRGP9Nm5aTDuHkrKyQu1RRpqQ"
 LINE = "the cat sat on the mat and the dog lay by the door of the old house\n"
 
 
@@ -63,7 +64,7 @@ def test_a_dry_run_tells_the_run_and_leaves_nothing(
     ("more", "needed"),
     [
         (["--run", "mine", "--resume"], "no checkpoint"),
-        (["--join", "mine@/ip4/127.0.0.1/tcp/1/p2p/x"], "--dry-run looks at new runs"),
+        (["--join", f"mine@/ip4/127.0.0.1/tcp/1/p2p/{PEER}"], "--dry-run looks at new runs"),
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--epochs", "1e9"], "give fewer"),
     ],

@@ -76,10 +76,11 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(value.equal(other[name]) for name, value in one.items())
 
 
-def last_line(folder: str) -> str:
-    """Return what a training said of its layers last."""
+def last_lines(folder: str) -> list[str]:
+    """Return what a training said of its plan last; the last line is of its layers."""
     plans = [e for e in read_events(Path(folder, "events.jsonl")) if e["event"] == "plan"]
-    return str(plans[-1]["text"].splitlines()[-1])
+    lines: list[str] = plans[-1]["text"].splitlines()
+    return lines
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -94,7 +95,9 @@ def test_a_training_that_goes_on_has_the_bits_of_one_that_was_not_interrupted(
     times.speed_ratio = 2 - times.speed_ratio
     assert equal(trained(trainer("parts"), resume=True), expected[taken])
     said = "compiled" if taken else "not compiled"
-    assert last_line("parts") == f"layers     {said}: as in the checkpoint"
+    *_, plan, layers = last_lines("parts")
+    assert plan == "plan       as before"
+    assert layers == f"layers     {said}: as in the checkpoint"
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -142,7 +145,9 @@ def test_a_checkpoint_that_makes_no_sense_leaves_no_thread(
 def test_what_is_said_counts(times: CompileTimes) -> None:
     trained(trainer("parts", Stop(), compile=True))
     trained(trainer("parts", compile=False), resume=True)
-    assert last_line("parts") == "layers     not compiled: as chosen"
+    *_, plan, layers = last_lines("parts")
+    assert plan == "plan       anew: compiled was True, now it is False"
+    assert layers == "layers     not compiled: as chosen"
 
 
 @pytest.mark.parametrize("given", ["on", None])

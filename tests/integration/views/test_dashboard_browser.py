@@ -179,6 +179,41 @@ def test_a_thousand_peers(run: dict[str, Any], address: str) -> None:
         assert page.complaints == []
 
 
+POINT_AT_THE_RELAYED_ONE = """
+(() => {
+  const picture = document.querySelector("#peer-map > svg");
+  const [, x, y] = picture.querySelector(".m-relayed").getAttribute("d").match(/^M(.+?) (.+?)h/);
+  const place = picture.getBoundingClientRect();
+  const at = { clientX: place.left + Number(x) + 4, clientY: place.top + Number(y) + 4 };
+  picture.dispatchEvent(new PointerEvent("pointermove", at));
+})()
+"""
+
+
+def test_peers_are_marked_by_link_and_speed(run: dict[str, Any], address: str) -> None:
+    """Peers 4 and 6 are relayed and out of reach; the last one tells no rate."""
+    peers = rows([f"peer-{index}" for index in range(9)])
+    del peers[-1]["free_bytes_per_s"]
+    write_swarm(run["folder"] / "peer-0", peers)
+    with Page() as page:
+        page.open(f"{address}#swarm")
+        page.until("document.querySelectorAll('#peer-map > svg path').length === 4")
+        note = "document.getElementById('map-note').textContent"
+        page.until(f"{note} === '8 peers; not shown, since they tell no rates: 1.'")
+        drawn = (
+            "[...document.querySelectorAll('#peer-map > svg path')].map(p => p.getAttribute('d'))"
+        )
+        assert [path.count("M") for path in page.run(drawn)] == [5, 1, 1, 1]
+        shown = "[...document.querySelectorAll('#peer-map > svg text')].map(t => t.textContent)"
+        assert {f"peer-{index}" for index in range(8)} <= set(page.run(shown))
+        page.run(POINT_AT_THE_RELAYED_ONE)
+        page.until(f"{note}.startsWith('peer-4: 40Mbit/s, 1k tokens/s')")
+        write_swarm(run["folder"] / "peer-0", rows([f"peer-{index}" for index in range(1000)]))
+        page.until(f"{note}.startsWith('1000 peers')")
+        assert page.run("document.querySelectorAll('#peer-map > svg path').length") == 4
+        assert page.complaints == []
+
+
 RECORD_TEXTS = """
 window.texts = [];
 const fillText = CanvasRenderingContext2D.prototype.fillText;

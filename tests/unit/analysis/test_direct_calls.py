@@ -54,6 +54,10 @@ def arguments_of(operation: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             (heads, heads, heads, None, 0.0, True),
             {"scale": 0.5},
         ),
+        aten._scaled_dot_product_flash_attention_for_cpu.default: (
+            (heads, heads, heads, 0.0, True),
+            {"scale": 0.5},
+        ),
         aten.view.default: ((value, [3, -1]), {}),
         aten.reshape.default: ((value.t(), [3, -1]), {}),
         aten.expand.default: ((value[:1], [2, 6]), {}),

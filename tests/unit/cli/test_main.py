@@ -37,7 +37,7 @@ def test_a_command_without_its_package_says_how_to_install_it(
     assert main([command, "--help"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"'atom {command}'" in line
-    assert "pip install -e research -e benchmarks" in line
+    assert "pip install -e ." in line
 
 
 @pytest.mark.usefixtures("_product_only")

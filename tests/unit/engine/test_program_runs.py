@@ -13,7 +13,7 @@ from atomtrain.analysis.layers.chain import Layer
 from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.execution.offload import Offload
-from atomtrain.engine.execution.program_runs import Known, OffloadedRun, ProgramRun
+from atomtrain.engine.execution.program_runs import Known, OffloadedRun, ProgramRun, SegmentRun
 from atomtrain.engine.execution.programs import LayerProgram, like, program_of
 from atomtrain.engine.state.gradients import Collector
 
@@ -80,7 +80,9 @@ def test_what_has_no_place_on_the_host_is_kept(device: EmulatedDevice, other: Te
     with device.computing():
         value = torch.randn(100)
         parcel = offload.parcel(alone=True)
-        known = known_of(LayerProgram(forward, backward, (0, 1), 1), ("value",), (1,))
+        known = known_of(
+            LayerProgram(tuple, forward, forward, backward, (0, 1), 1), ("value",), (1,)
+        )
         run = OffloadedRun(known, [], Collector(device.hold), parcel)
         run.forward([value])
         offload.turn([parcel])
@@ -90,3 +92,29 @@ def test_what_has_no_place_on_the_host_is_kept(device: EmulatedDevice, other: Te
     assert pool.total_bytes == value.nbytes
     assert found[0] is other
     assert torch.equal(found[1], value)
+
+
+def test_again_leaves_out_what_the_last_layer_writes() -> None:
+    """The layers before it write what the next one reads."""
+
+    def twice(given: Sequence[Any]) -> Sequence[Any]:
+        return (given[0].sin() * 2,)
+
+    value, gradient = torch.randn(100), torch.ones(100)
+    program = program_of(
+        twice, [], [like(value, requires_grad=True)], like(gradient, requires_grad=False), 0,
+        remakes=False,
+    )  # fmt: skip
+    assert program is not None
+    first = known_of(program, ("value",), (1,))._replace(root="between")
+    first = first._replace(layer=Layer("first", nn.Identity(), ("value",), ("between",)))
+    last = known_of(program, ("between",), (1,))
+    run = SegmentRun([first, last], [[], []], None, Collector(lambda _: None), again=True)
+    [between] = run.layer([value])
+    assert torch.equal(between, value.sin() * 2)
+    assert run.layer([between]) == [None]
+    found = run.backward([[], []], lambda _: True, lambda _: gradient)
+    leaf = value.clone().requires_grad_()
+    twice(twice([leaf]))[0].sum().backward()
+    assert leaf.grad is not None
+    assert torch.equal(found["value"], leaf.grad)

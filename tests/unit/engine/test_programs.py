@@ -90,13 +90,32 @@ def test_bits(function: Function, remakes: bool) -> None:
     expected = torch.autograd.grad(result, (weight, value), gradient)
     run = Notes(gradient)
     with torch.no_grad():
-        [written] = program.forward(run, weight.detach(), value.detach())
-        [found] = program.backward(run, weight.detach())
+        looked = program.looks(weight.detach())
+        [written] = program.forward(run, *looked, value.detach())
+        repeated = Notes(gradient)
+        assert not program.again(repeated, *looked, value.detach())
+        assert repeated.kept.keys() == run.kept.keys()
+        assert all(torch.equal(kept, run.kept[n]) for n, kept in repeated.kept.items())
+        [found] = program.backward(run, *looked)
     assert torch.equal(written, result)
     assert torch.equal(run.gradients[0], expected[0])
     assert len(run.gradients) == 1
     assert torch.equal(found, expected[1])
     assert not run.kept
+
+
+def test_again_does_no_product_that_only_the_result_needs() -> None:
+    """As the last one of a block."""
+    function: Function = lambda w, x: x.tanh() @ w  # noqa: E731
+    program = program_for(function, remakes=False)
+    assert program is not None
+    weight, value, _, gradient = parts(function)
+    done = dict[str, int]()
+    for name, pass_ in (("forward", program.forward), ("again", program.again)):
+        with torch.no_grad(), torch.profiler.profile() as profile:
+            pass_(Notes(gradient), *program.looks(weight), value)
+        done[name] = sum(each.count for each in profile.key_averages() if each.key == "aten::mm")
+    assert done == {"forward": 1, "again": 0}
 
 
 def test_none_where_autograd_does_otherwise_without_data() -> None:

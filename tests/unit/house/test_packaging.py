@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from atomtrain.native.build import BuildError, compiler
 from tests.support import ROOT
@@ -104,9 +108,28 @@ def test_the_container_has_all_that_its_wheel_is_made_of(tmp_path: Path) -> None
                 else:
                     into.mkdir(exist_ok=True)
                     shutil.copy(ROOT / source, into)
+    quick = tmp_path / "cc"  # the other wheel is compiled as users compile it
+    quick.write_text(f'#!/bin/sh\nexec {shlex.join(compiler())} "$@" -O0\n')
+    quick.chmod(0o755)
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")],
         cwd=tmp_path / "src", capture_output=True, timeout=PATIENCE_S, check=True,
+        env={**os.environ, "CC": str(quick)},
     )  # fmt: skip
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     assert "linux" in wheel.name, "it has its compiled core"
+
+
+def test_all_lists_of_pythons_name_the_same() -> None:
+    """What the package says it runs with is what CI and `scripts/torch-versions` try."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text("utf-8"))
+    matrix = workflow["jobs"]["test"]["strategy"]["matrix"]
+    assert {*matrix["python"], *(job["python"] for job in matrix["include"])} == set(named)
+    tried = re.search(
+        r'^PYTHONS = "(.*)"$', (ROOT / "scripts/torch-versions").read_text("utf-8"), re.M
+    )
+    assert tried is not None
+    assert tried[1].replace("python", "").split(",") == named
+    assert project["requires-python"] == f">={named[0]}"

@@ -19,7 +19,7 @@ from atomtrain.native import build, library
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compiled")
-    build.build(folder)
+    build.build(folder, ["-O0"])  # in a tenth of the time; no kernel runs here
     return folder
 
 
@@ -35,6 +35,14 @@ def test_every_level_is_built_and_this_processors_is_loaded(built: Path) -> None
     found, reason = library.load(built)
     assert found is not None
     assert not reason
+
+
+def test_sources_are_run_by_the_processor_for_which_they_are_built(tmp_path: Path) -> None:
+    assert library.level() in build.own_levels()
+    assert build.own_levels(tmp_path / "missing") == build.levels()
+    (tmp_path / "cpuinfo").write_text("flags\t\t: fpu sse2 avx2\n")
+    wanted = ["DEFAULT"] if len(build.levels()) > 1 else build.levels()
+    assert build.own_levels(tmp_path / "cpuinfo") == wanted
 
 
 def test_the_installed_core_is_of_these_sources() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import logging
 import math
 from typing import Any
@@ -15,11 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError
-from atomtrain.native import build, library
+from atomtrain.native import library
 from atomtrain.optimizers import SGD, AdamW, companding, compiled, elementwise, moments
 from atomtrain.optimizers.base import check_gradient
 from atomtrain.optimizers.compiled import Paths, same_bits
 from atomtrain.optimizers.masters import Scaling
+from tests.support.cores import core_for
 
 SLICE = 1024
 KINDS = list(library.VALUES)
@@ -221,7 +221,7 @@ def test_avx2_and_avx512_give_the_same_bits(
     group.update(state=state, master=master)
     ends = []
     for level in ("AVX2", "AVX512"):
-        core = ctypes.CDLL(str(build.library_path(level)))
+        core = core_for(level)
         monkeypatch.setattr(library, "core", lambda core=core: core)
         by = Scaling(0.25 if dtype != torch.float32 else 1.0, torch.tensor(0.7312))
         ends.append(updated(elementwise.ADAMW_PATHS, "_compiled", start, gradients, group, by))
@@ -285,7 +285,7 @@ def test_other_bits_are_noticed_although_rounded_moments_hide_them(
     found = []
     monkeypatch.setattr(moments, "SLICE", companding.SLICE)  # the random numbers of real runs
     for level in (library.level(), "DEFAULT"):
-        core = ctypes.CDLL(str(build.library_path(level)))
+        core = core_for(level)
         monkeypatch.setattr(library, "core", lambda core=core: core)
         monkeypatch.setattr(elementwise.ADAMW_PATHS, "_equal", {})
         found.append(elementwise.ADAMW_PATHS.compiled_for(owned, torch.bfloat16, group))

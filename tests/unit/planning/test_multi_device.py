@@ -159,6 +159,7 @@ def test_atom_plan_puts_parameters_on_disk_for_several_devices(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = ["plan", "tiny", "--gpu", "rtx-3090", "--disk", "nvme-pcie4", "--devices", "2"]
+    given += ["--context", "64", "--micro-batch", "1"]
     assert main([*given, "--on-disk", "parameters"]) == 0
     assert "moments, masters, parameters" in capsys.readouterr().out
     assert main([*given, "--host-memory", "1MiB"]) == 2

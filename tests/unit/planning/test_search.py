@@ -26,6 +26,7 @@ from atomtrain.planning.cost.costing import Costing, Given, Steps
 from atomtrain.planning.cost.memory import MemoryModel
 from atomtrain.planning.cost.segments import SavedTensors
 from atomtrain.planning.plan.disk import KINDS, DiskRequest, OnDisk, choices, disk_use, two_moments
+from atomtrain.planning.plan.kept import check_shape
 from atomtrain.planning.plan.shape import Activation
 from atomtrain.planning.search import choice as choice_module
 from atomtrain.planning.search import search as search_module
@@ -33,7 +34,6 @@ from atomtrain.planning.search.activation_dp import Mixed
 from atomtrain.planning.search.choice import AS_FAST, Choice, Mixing, fastest_of, leanest_of
 from atomtrain.planning.search.memory_limit import least_device_bytes
 from atomtrain.planning.search.space import Space
-from tests.support.planning_models import check_shape
 
 MOST_KINDS = 4
 

@@ -8,6 +8,7 @@ import itertools
 import pytest
 
 from atomtrain.errors import PlanError
+from atomtrain.planning.plan.kept import check_shape
 from atomtrain.planning.plan.shape import (
     Layers,
     Phase,
@@ -16,7 +17,6 @@ from atomtrain.planning.plan.shape import (
     evaluation_visits,
     training_visits,
 )
-from tests.support.planning_models import check_shape
 
 SIZES = [(s, k) for s in range(1, 13) for k in range(1, 4)]
 

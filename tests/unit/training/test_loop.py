@@ -181,6 +181,7 @@ def test_what_comes_every_third_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boundaries: list[int], due: list[int]
 ) -> None:
     monkeypatch.setattr("atomtrain.training.loop.announce", lambda *_: None)
+    monkeypatch.setattr("atomtrain.training.loop.plan_again", lambda *_: False)
     course = Course(tmp_path, 3, boundaries)
     assert course.run() == "completed"
     assert (course.evaluated, course.saved) == (due, due)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atomtrain.cli.train import command_parser, options_of
-from atomtrain.errors import ConfigError, RecipeFileError
+from atomtrain.errors import ConfigError
 from atomtrain.settings import flag_of
 from atomtrain.training.config.new_recipe import new_recipe
 from atomtrain.training.config.other_names import ADVICE, KINDS, translated
@@ -108,10 +108,10 @@ def test_a_recipe_may_use_them_and_the_command_line_counts_more(
     told = capsys.readouterr().err.splitlines()
     assert [line.partition(" --")[0] for line in told] == [f"atom: {path}:", "atom:"]
     path.write_text("model: tiny\nmax-steps: 0\n")
-    with pytest.raises(RecipeFileError, match=rf"{path}:2: --steps must be"):
+    with pytest.raises(ConfigError, match=rf"{path}:2: --steps must be"):
         options_with(read_recipe(path), {})
     path.write_text("model: tiny\noptim: lion\n")
-    with pytest.raises(RecipeFileError, match=rf"{path}:2: --optim 'lion'"):
+    with pytest.raises(ConfigError, match=rf"{path}:2: --optim 'lion'"):
         read_recipe(path)
 
 

@@ -19,6 +19,8 @@ from atomtrain.training.config import preflight as early
 from atomtrain.training.config.options import TrainOptions
 from tests.support.waiting import PATIENCE_S
 
+PEER = "12D3KooWJCGm3rTQcJcNZEtzqgqBRGP9Nm5aTDuHkrKyQu1RRpqQ"
+
 
 def test_the_lists_are_those_of_their_owners() -> None:
     assert [codec_named(name).name for name in CODEC_NAMES] == list(CODEC_NAMES)
@@ -49,7 +51,8 @@ RIGHT = TrainOptions(model="tiny", data=(__file__,))
     "fields",
     [
         {}, {"model": "org/name"}, {"model": "folder/config.json"}, {"device": "cuda:1"},
-        {"device": "emulated:1GiB/s"}, {"join": ("lan",)}, {"join": ("a@/dns4/host/tcp/1/p2p/x",)},
+        {"device": "emulated:1GiB/s"}, {"join": ("lan",)},
+        {"join": (f"a@/dns4/host/tcp/1/p2p/{PEER}",)},
         {"run": "new"}, {"dropout": 0.0}, {"micro_batch": 2, "sequences": 8}, {"data": None},
     ],
     ids=str,
@@ -58,6 +61,7 @@ def test_what_may_be_right_is_let_through(
     fields: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("atomtrain.models.hub_reach.out_of_reach", lambda: "")
     early.check_early(dataclasses.replace(RIGHT, **fields))  # type: ignore[arg-type]
 
 

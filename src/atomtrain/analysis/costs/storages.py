@@ -17,11 +17,19 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_KEPT_LAYOUTS = 1024
+"""A step asks for the same few again and again, for each value of each micro-batch."""
+
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements fill a range of memory, in whatever order of dimensions."""
+    return _is_dense(tensor.shape, tensor.stride())
+
+
+@functools.lru_cache(_KEPT_LAYOUTS)
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size != 1:
             if stride != expected:
                 return False
@@ -34,7 +42,8 @@ def is_contiguous(tensor: torch.Tensor) -> bool:
     return tensor.stride() == contiguous_strides(tensor.shape)
 
 
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+@functools.lru_cache(_KEPT_LAYOUTS)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a new tensor."""
     strides, step = [], 1
     for size in reversed(shape):
@@ -59,9 +68,14 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    if tensor.numel() == 0:
+    return _span_of(tensor.shape, tensor.stride())
+
+
+@functools.lru_cache(_KEPT_LAYOUTS)
+def _span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    if 0 in shape:
         return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    steps = zip(shape, strides, strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps)
 
 

@@ -11,7 +11,7 @@ import io
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, NamedTuple, cast
 
@@ -35,9 +35,6 @@ _ROW_BYTES = 16
 _TRACING = threading.RLock()
 """Held while a model is traced, which exchanges functions of the whole process."""
 _TENSOR_HOOKS = "register_hook", "register_post_accumulate_grad_hook"
-_HOLDERS = (list, dict, set, np.ndarray)
-"""Types of what forward could keep values in."""
-_GONE = object()
 
 
 class Way(NamedTuple):
@@ -195,83 +192,6 @@ def without_collector() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
-
-
-def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what forward could change beside tensors, by module."""
-    plain = (bool, int, float, str, type(None))
-    return {
-        path: {
-            name: _kept(value)
-            for name, value in vars(module).items()
-            if isinstance(value, plain) or (isinstance(value, _HOLDERS) and name[0] != "_")
-        }
-        for path, module in model.named_modules()
-    }
-
-
-def _kept(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    return len(value) if isinstance(value, _HOLDERS) else value
-
-
-def held_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return buffers, and tensors that are plain attributes, by their paths."""
-    found = dict(model.named_buffers(remove_duplicate=False))
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor):
-                found[f"{path}.{name}" if path else name] = value
-    return found
-
-
-def changes_in(
-    before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
-) -> list[tuple[str, str]]:
-    """Return the paths and names of what differs between two results of `attributes_of`."""
-    nothing: Mapping[str, Any] = {}
-    return [
-        (path, name)
-        for path, own in after.items()
-        for name in {**before.get(path, nothing), **own}
-        if own.get(name, _GONE) != before.get(path, nothing).get(name, _GONE)
-    ]
-
-
-@contextmanager
-def left_by(model: nn.Module, after: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """Have attributes of modules be as a call left them, which torch takes back: lists as long, and
-    in place of what became a tensor another one."""
-    changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for path, module in model.named_modules():
-        own, left = vars(module), after.get(path, {})
-        known = attributes_of(module)[""]
-        changed.append((own, {name: own[name] for name in known}))
-        for name, was in known.items():
-            now = left.get(name, _GONE)
-            if now == was or isinstance(own[name], dict | set | np.ndarray):
-                continue
-            if isinstance(own[name], list):
-                own[name] = [None] * now
-            else:
-                own[name] = torch.zeros(()) if now is _GONE else now
-    try:
-        yield
-    finally:
-        for own, known in changed:
-            own.update(known)
-
-
-def check_side_effects(
-    before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Raise `AnalysisError` if forward changed what `attributes_of` returned before it."""
-    for path, name in changes_in(before, after):
-        raise AnalysisError(
-            f"forward changes the attribute {name!r} of module {path!r}, which would happen once "
-            f"instead of in every step; keep such a state in a registered buffer, {MANUAL}"
-        )
 
 
 @contextmanager

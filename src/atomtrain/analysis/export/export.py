@@ -19,17 +19,20 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 
+from atomtrain.analysis.export.attributes import (
+    attributes_of,
+    changes_in,
+    check_side_effects,
+    held_tensors,
+    left_by,
+    restored_if_failed,
+)
 from atomtrain.analysis.export.conditions import (
     CPU,
     MANUAL,
     Way,
-    attributes_of,
-    changes_in,
     check_dtypes,
-    check_side_effects,
-    held_tensors,
     hidden,
-    left_by,
     only_torch_draws,
     quiet,
     seeming_on,
@@ -39,6 +42,7 @@ from atomtrain.analysis.export.conditions import (
 )
 from atomtrain.analysis.export.equal_modules import equal_modules
 from atomtrain.analysis.export.functions import Functions
+from atomtrain.analysis.export.outside import Outside
 from atomtrain.analysis.export.stand_ins import StandIns, repeat, why_unequal
 from atomtrain.analysis.export.structure import take_apart
 from atomtrain.errors import AnalysisError, AtomError, ConfigError, reason_of
@@ -159,19 +163,24 @@ def export(
     # Fresh tensors of the same layout: one tensor given twice would become one input.
     given = tuple(torch.empty_like(tensor, device="meta") for tensor in tensors)
     before: Mapping[str, Mapping[str, Any]] = attributes_of(model)
-    ways = ways_to_trace(device)
+    ways, outside = ways_to_trace(device), Outside(model)
     for way in ways:
         try:
             first = _Recorded(model, call, own_loss, way.as_eager)
             exported = _traced(first, given, grad, way)
             after = first.output.attributes
-            if changes_in(before, after):
+            if outside.holds_tensors():
+                outside.refuse()
+            left = outside.values()
+            if changes_in(before, after) or outside.changes():
                 # A first call may prepare a model, if it and later calls do the same.
                 later = _Recorded(model, call, own_loss, way.as_eager)
                 with left_by(model, after):
                     again = _traced(later, given, grad, way)
                 if does_the_same(again, exported) and _is_in(later.output.attributes, after):
                     before = after
+                if not does_the_same(again, exported) or changes_in(left, outside.values()):
+                    outside.refuse()
             break
         except AtomError:
             raise
@@ -268,6 +277,7 @@ def _program(
         with (
             only_torch_draws(), torch.set_grad_enabled(grad), quiet(), without_collector(),
             seeming_on(device), functions.noted(), without_hooks(),
+            restored_if_failed(recorded.model),
         ):  # fmt: skip
             program = torch.export.export(recorded, tuple(given), strict=False)
             if any(isinstance(value, FakeTensor) for value in program.constants.values()):

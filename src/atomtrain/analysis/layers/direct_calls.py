@@ -40,6 +40,9 @@ _DIRECT: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm.default: torch.native_layer_norm,
     aten.layer_norm.default: torch.layer_norm,
     aten.scaled_dot_product_attention.default: _nn.scaled_dot_product_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (
+        torch._scaled_dot_product_flash_attention_for_cpu
+    ),
     aten.view.default: Tensor.view,
     aten.reshape.default: Tensor.reshape,
     aten.expand.default: Tensor.expand,

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from atomtrain.analysis.export.conditions import attributes_of, changes_in
+from atomtrain.analysis.export.attributes import attributes_of, changes_in
+from atomtrain.analysis.export.outside import Outside
 from atomtrain.analysis.layers.chain import Layer
 from atomtrain.analysis.layers.front import OwnCode
 from atomtrain.analysis.layers.graph_layer import GraphLayer
@@ -46,7 +47,7 @@ def keeping_nothing(layer: Layer, tensors: Mapping[str, Tensor]) -> Iterator[Non
         now = dict(module.named_buffers(remove_duplicate=False))
         put.extend(name for name in now if name in saved and now[name] is not tensors.get(name))
 
-    before = attributes_of(layer.module)
+    before, outside = attributes_of(layer.module), Outside(layer.module)
     hook = layer.module.register_forward_hook(look)
     try:
         yield
@@ -68,3 +69,4 @@ def keeping_nothing(layer: Layer, tensors: Mapping[str, Tensor]) -> Iterator[Non
             f"{where}: forward changes the attribute {name!r} of module {path!r}, and runs once "
             "for each micro-batch and again to recompute; keep such a state in a registered buffer"
         )
+    outside.refuse()

@@ -11,7 +11,6 @@ runs choose the same.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from atomtrain.analysis.costs.profile import LayerTime
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.calibration.profile_cache import (
     ProfileCache,
-    layer_key,
+    chain_key,
     machine_key,
     profile_folder,
 )
@@ -117,7 +116,7 @@ def faster_of(
         folder: Of the cache; `None` is the user's.
     """
     cache = ProfileCache(folder or profile_folder(), machine_key(device))
-    key = _key_of(plain)
+    key = chain_key(plain.chain, plain.costs)
     ratio, failure = cache.speed_ratio(key), cache.compile_failure(key)
     if failure is not None:
         return plain, CompileChoice(False, f"{failure} ({_AT_AN_EARLIER_START})")
@@ -174,11 +173,3 @@ def _by_ratio(ratio: float) -> CompileChoice:
     taken = ratio >= LEAST_SPEED_RATIO
     less = "" if taken else f", less than {LEAST_SPEED_RATIO:.2f}"
     return CompileChoice(taken, f"{ratio:.2f} times as fast in the profile{less}")
-
-
-def _key_of(found: Profiled) -> str:
-    """Return a name for what all layers compute, the same in every process."""
-    costs = found.costs
-    pairs = zip(found.chain.layers, costs.layers, strict=True)
-    keys = [layer_key(layer, cost, costs.values) for layer, cost in pairs]
-    return hashlib.sha256(repr(keys).encode()).hexdigest()[:32]

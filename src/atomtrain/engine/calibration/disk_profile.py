@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from atomtrain.engine.calibration.probes import timed
 from atomtrain.engine.calibration.profile_cache import KEPT_S, profile_folder
 from atomtrain.engine.devices.disk_file import DiskFile
 from atomtrain.engine.devices.host_memory import aligned_empty
@@ -99,7 +100,7 @@ def measured_rates(folder: Path) -> DiskRates:
 
         # Space that was never written to is slower the first time.
         write(_LEAST_BYTES)
-        write_s = _timed(lambda: write(_LEAST_BYTES))
+        write_s = timed(lambda: write(_LEAST_BYTES))
         share = max(1.0, min(_MOST_BYTES / _LEAST_BYTES, _ENOUGH_S / write_s))
         n_bytes = int(share) * _LEAST_BYTES
         write(n_bytes)
@@ -185,10 +186,4 @@ def _together(one: Callable[[], None], other: Callable[[], None]) -> None:
 
 
 def _median(work: Callable[[], None]) -> float:
-    return statistics.median(_timed(work) for _ in range(_REPEATS))
-
-
-def _timed(work: Callable[[], None]) -> float:
-    started_s = time.perf_counter()
-    work()
-    return time.perf_counter() - started_s
+    return statistics.median(timed(work) for _ in range(_REPEATS))

@@ -41,6 +41,7 @@ from atomtrain.engine.execution.program_runs import (
     OffloadedRun,
     ProgramRun,
     SegmentRun,
+    looked_at,
 )
 from atomtrain.engine.execution.programs import Operation
 from atomtrain.engine.execution.saved_script import Key, Script
@@ -327,8 +328,9 @@ class _Bench:
         """Return the seconds of one micro-batch with nothing offloaded."""
         known = self._programs[False].find(self._key())
         if known is not None:
-            kept = SegmentRun(known, self._stays, None, self._collector)
-            return self._trained(kept, self._stays, self._offloads[False], [])[0].total_s
+            looked = looked_at(known, self._stays)
+            kept = SegmentRun(known, looked, None, self._collector)
+            return self._trained(kept, looked, self._offloads[False], [])[0].total_s
         started_s = time.thread_time()
         with torch.enable_grad():
             written = self._run(self._values, self._layer.run)
@@ -345,8 +347,9 @@ class _Bench:
         parcel = offload.parcel(alone=True)
         known = programs.find(key)
         if known is not None:
-            segment = _TimedSegment(known, self._stays, parcel, self._collector, self._timer)
-            return self._trained(segment, self._stays, offload, [parcel])[0]
+            looked = looked_at(known, self._stays)
+            segment = _TimedSegment(known, looked, parcel, self._collector, self._timer)
+            return self._trained(segment, looked, offload, [parcel])[0]
         # By autograd, as the engine does where there is no program, or to learn it.
         graph = _TimedGraph(
             self._where,

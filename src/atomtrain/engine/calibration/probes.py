@@ -8,11 +8,11 @@ in turns through so much.
 from __future__ import annotations
 
 import itertools
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -96,12 +96,12 @@ def link_rates(device: Device, *, pinned: bool = True) -> LinkRates:
         return lambda: device.copy_out(here[1][:n_bytes], there[1][:n_bytes])
 
     n_bytes = _worthwhile(lambda size: timed_through(device.load, load(size)), most_bytes)
-    smallest_s = _median(
+    smallest_s = median(
         [timed_through(device.load, load(_SMALLEST_BYTES)) for _ in range(_REPEATS)]
     )
-    load_s = _median([timed_through(device.load, load(n_bytes)) for _ in range(_REPEATS)])
-    unload_s = _median([timed_through(device.unload, unload(n_bytes)) for _ in range(_REPEATS)])
-    both_s = _median([_both(device, load(n_bytes), unload(n_bytes)) for _ in range(_REPEATS)])
+    load_s = median([timed_through(device.load, load(n_bytes)) for _ in range(_REPEATS)])
+    unload_s = median([timed_through(device.unload, unload(n_bytes)) for _ in range(_REPEATS)])
+    both_s = median([_both(device, load(n_bytes), unload(n_bytes)) for _ in range(_REPEATS)])
     load_rate = _slope(n_bytes, load_s, smallest_s)
     return LinkRates(
         load_bytes_per_s=load_rate,
@@ -115,7 +115,7 @@ def host_copy_bytes_per_s() -> float:
     """Measure copies from host memory to host memory with all threads."""
     n_bytes = uncached_bytes() // 2
     source, target = (torch.zeros(n_bytes, dtype=torch.uint8) for _ in range(2))
-    return n_bytes / _median([_timed(lambda: target.copy_(source)) for _ in range(_REPEATS)])
+    return n_bytes / median([timed(lambda: target.copy_(source)) for _ in range(_REPEATS)])
 
 
 def adamw_parameters(device: torch.device | None = None) -> int:
@@ -134,7 +134,7 @@ def update_parameters_per_s(parameters: int | None = None) -> float:
     stream = Stream("probe")
     try:
         timed_through(stream, step)
-        return parameters / _median([timed_through(stream, step) for _ in range(_REPEATS)])
+        return parameters / median([timed_through(stream, step) for _ in range(_REPEATS)])
     finally:
         stream.close()
 
@@ -151,7 +151,7 @@ def device_update_parameters_per_s(device: Device) -> float:
             device.synchronize()
 
         finished()
-        return parameters / _median([_timed(finished) for _ in range(_REPEATS)])
+        return parameters / median([timed(finished) for _ in range(_REPEATS)])
 
 
 def stolen(device: Device, work: Callable[[], None], copy_bytes: int) -> Stolen:
@@ -188,8 +188,8 @@ def stolen(device: Device, work: Callable[[], None], copy_bytes: int) -> Stolen:
         copying.append(_pace(work, copy).stolen_s(alone))
         updating.append(_pace(work, step).stolen_s(alone))
     return Stolen(
-        min(_median(copying), most_copying) / copy_bytes,
-        min(_median(updating), most_updating) / parameters,
+        min(median(copying), most_copying) / copy_bytes,
+        min(median(updating), most_updating) / parameters,
     )
 
 
@@ -263,7 +263,7 @@ def _worthwhile(copy_s: Callable[[int], float], most_bytes: int) -> int:
 
 def timed_through(stream: Stream, job: Callable[[], None]) -> float:
     """Return the seconds of a job on a stream's thread, hand-over included."""
-    return _timed(lambda: stream.submit(job).wait())
+    return timed(lambda: stream.submit(job).wait())
 
 
 def _both(device: Device, load: Callable[[], None], unload: Callable[[], None]) -> float:
@@ -272,7 +272,7 @@ def _both(device: Device, load: Callable[[], None], unload: Callable[[], None]) 
         for event in events:
             event.wait()
 
-    return _timed(copies)
+    return timed(copies)
 
 
 def _processor_s(work: Callable[[], None]) -> float:
@@ -284,14 +284,11 @@ def _processor_s(work: Callable[[], None]) -> float:
     return (time.process_time() - started_s) / _REPEATS
 
 
-def _timed(work: Callable[[], object]) -> float:
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that a piece of work takes."""
     started_s = time.perf_counter()
     work()
     return time.perf_counter() - started_s
-
-
-def _median(seconds: list[float]) -> float:
-    return statistics.median(seconds)
 
 
 def _slope(n_bytes: int, seconds: float, smallest_s: float) -> float:

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from atomtrain import locks
-from atomtrain.analysis.costs.costs import LayerCost, ValueSpec
+from atomtrain.analysis.costs.costs import ChainCosts, LayerCost, ValueSpec
 from atomtrain.analysis.costs.profile import LayerTime, check_time
-from atomtrain.analysis.layers.chain import Layer
+from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.gpus import vendor_of
 from atomtrain.engine.devices.processor import EmulatedDevice
@@ -117,6 +117,16 @@ def layer_key(layer: Layer, cost: LayerCost, values: Mapping[str, ValueSpec]) ->
         type(layer).__name__, type(module).__qualname__, repr(module), getattr(module, "code", "")
     )  # fmt: skip
     return hashlib.sha256(repr((said, tensors, specs, costs)).encode()).hexdigest()[:32]
+
+
+def chain_key(chain: Chain, costs: ChainCosts) -> str:
+    """Return a name for what all layers compute, and with which weights in common; the same in
+    every process."""
+    pairs = zip(chain.layers, costs.layers, strict=True)
+    keys = [layer_key(layer, cost, costs.values) for layer, cost in pairs]
+    users = [chain.users[id(parameter)] for parameter in chain.parameters]
+    said = keys, [each for each in users if len(each) > 1], chain.gradient_factor
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:32]
 
 
 class ProfileCache:

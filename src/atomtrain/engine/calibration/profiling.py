@@ -122,8 +122,8 @@ def crowding_warning(share: float) -> str | None:
         return None
     return (
         f"this machine was measured while other programs had {share:.0%} of its processor, so "
-        "predicted times are too long; it is measured again at the next start at which they are "
-        "idle, or with --profile-again"
+        "predicted times are too long; it is measured again once they are idle, or with "
+        "--profile-again"
     )
 
 

@@ -44,6 +44,8 @@ class Device(Protocol):
     """Host and device memory are one: slots are the arena, values stay where they are."""
     memory_bytes: int
     """The budget; enforced, unless memory is one."""
+    asked_bytes: int | None
+    """The budget that somebody asked for; `None`: it is what there was."""
     reserved_bytes: int
     """Part of the budget that libraries take and plans cannot use."""
     host_stream: type[Stream]

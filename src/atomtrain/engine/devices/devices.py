@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from atomtrain.engine.devices.device import Device
-from atomtrain.engine.devices.device_names import parse_device, parse_devices
+from atomtrain.engine.devices.device_names import DeviceName, parse_device, parse_devices
 from atomtrain.engine.devices.gpu_device import GpuDevice
 from atomtrain.engine.devices.gpus import driver_is_there, vendor_named, vendor_of, why_none
 from atomtrain.engine.devices.host_memory import host_memory
@@ -35,7 +35,12 @@ def open_device(
         ConfigError: no such device, or a budget that is not a size.
     """
     memory_bytes = None if memory is None else parse_bytes(memory, "device memory")
-    found = parse_device(name)
+    device = _opened(parse_device(name), memory_bytes, inject)
+    device.asked_bytes = memory_bytes
+    return device
+
+
+def _opened(found: DeviceName, memory_bytes: int | None, inject: Inject | None) -> Device:
     vendor = vendor_named(found.kind)
     if vendor is not None:
         return GpuDevice(vendor, found.number, memory_bytes, inject)

@@ -122,6 +122,7 @@ class GpuDevice:
 
     one_memory = False
     host_stream: type[Stream] = Stream
+    asked_bytes: int | None = None
     load: Stream
     fetch: Stream
     unload: Stream

@@ -50,6 +50,7 @@ class ProcessorDevice:
     name: str
     host_stream: type[Stream] = Stream
     """Of its own streams too: all of them are threads of the host."""
+    asked_bytes: int | None = None
 
     def __init__(self, memory_bytes: int, inject: Inject | None = None) -> None:
         """Plans count against `memory_bytes`; `inject` runs before each job of each stream."""

@@ -32,7 +32,12 @@ from atomtrain.engine.execution.compiled import CompiledLayer
 from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Weight, Where, entrance
 from atomtrain.engine.execution.host_layers import HostLayers
 from atomtrain.engine.execution.offload import Offload
-from atomtrain.engine.execution.program_runs import ChainPrograms, Known, SegmentRun
+from atomtrain.engine.execution.program_runs import (
+    ChainPrograms,
+    Known,
+    SegmentRun,
+    looked_at,
+)
 from atomtrain.engine.execution.randomness import Randomness
 from atomtrain.engine.execution.slots import Slots, Tensors
 from atomtrain.engine.state.residents import DeviceBuffers
@@ -87,6 +92,7 @@ class Executor:
         able = not compiled and not device.one_memory
         self._programs = ChainPrograms(chain, costs, remakes=remakes) if able else None
         self._stays: dict[tuple[Layers, int], list[list[Tensor]]] = {}
+        self._looks: dict[tuple[Layers, int, int], list[Sequence[Tensor]]] = {}
         self._where: dict[tuple[Layers, int], Where] = {}
         self._links = Links(chain)
         self._shared: dict[Layers, frozenset[int]] = {}
@@ -266,8 +272,8 @@ class Executor:
         """
         _, known = self._known(visit, taken)
         if known is not None:
-            stays = self._stays_in(visit, visit.slot)
-            run = SegmentRun(known, stays, None, self.slots.collector, forgets=True)
+            looked = self._looked(visit, visit.slot, known)
+            run = SegmentRun(known, looked, None, self.slots.collector, forgets=True)
             return self._run_layers(visit, tensors, micro_batch, taken, outputs, run)
         inputs = dict(taken)
         with torch.enable_grad(), saved_tensors_hooks(_forget, _forget):
@@ -318,8 +324,9 @@ class Executor:
         parcel = self._graphs.parcel(visit.layers, visit.activation)
         key, known = self._known(visit, taken)
         if known is not None:
-            stays = self._stays_in(visit, visit.home)
-            return SegmentRun(known, stays, parcel, self.slots.collector)
+            looked = self._looked(visit, visit.home, known)
+            again = visit.phase is Phase.BACKWARD
+            return SegmentRun(known, looked, parcel, self.slots.collector, again=again)
         where = self._where.get((visit.layers, visit.slot))
         if where is None:
             where = self._where[visit.layers, visit.slot] = Where(
@@ -340,7 +347,8 @@ class Executor:
 
         graph = self._graphs.take(visit.layers, micro_batch)
         if isinstance(graph, SegmentRun):
-            gradients = graph.backward(self._stays_in(visit, visit.slot), begun, gradient_of)
+            looked = self._looked(visit, visit.slot, graph.known)
+            gradients = graph.backward(looked, begun, gradient_of)
         else:
             gradients = graph.backward(self.slots.slot_of(visit), begun, gradient_of)
             if graph.lesson is not None and self._programs is not None:
@@ -361,6 +369,15 @@ class Executor:
                 stays.append([found[name] for name in self._programs.names(index)])
             self._stays[visit.layers, slot] = stays
         return stays
+
+    def _looked(
+        self, visit: Visit, slot: int, known: Sequence[Known]
+    ) -> Sequence[Sequence[Tensor]]:
+        """Return what `_stays_in` does, and what programs look at in it."""
+        key = visit.layers, slot, id(known)  # which are known for good
+        if key not in self._looks:
+            self._looks[key] = looked_at(known, self._stays_in(visit, slot))
+        return self._looks[key]
 
     def _graph(
         self, visit: Visit, tensors: Tensors, micro_batch: int, taken: dict[str, Any]

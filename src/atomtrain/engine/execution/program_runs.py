@@ -22,6 +22,9 @@ from atomtrain.planning.plan.shape import Layers
 
 Strides = tuple[int, ...]
 _LOG = logging.getLogger(__name__)
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+"""Within it operations go past autograd, which would find out each time that it has nothing to do:
+a program's operations are those that autograd itself did."""
 
 
 def _switches() -> tuple[bool, ...]:
@@ -45,6 +48,11 @@ class Known(NamedTuple):
     ways: dict[int, tuple[View | None, Package]]
     """Where each tensor that it makes and sends lies in what comes back (`None`: all of it), and
     what that is on its way, in every run; filled by the first one."""
+
+
+def looked_at(known: Sequence[Known], stays: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
+    """Return parameters and buffers, and what programs look at in them, by layer."""
+    return [each.program.looks(*own) for each, own in zip(known, stays, strict=True)]
 
 
 class Lesson:
@@ -227,7 +235,7 @@ class ProgramRun:
 
         Args:
             known: The program.
-            leaves: Parameters and buffers, whose gradients are added to.
+            leaves: Parameters and buffers, whose gradients are added to, and the looks at them.
             collector: Takes the gradients.
         """
         self.known, self._leaves, self._collector = known, leaves, collector
@@ -236,18 +244,26 @@ class ProgramRun:
 
     def forward(self, values: Sequence[Any]) -> Sequence[Any]:
         """Return what the layer writes."""
-        return self.known.program.forward(self, *self._leaves, *values)
+        with _below_autograd():
+            return self.known.program.forward(self, *self._leaves, *values)
+
+    def again(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Do again what backward needs; nothing is written."""
+        with _below_autograd():
+            self.known.program.again(self, *self._leaves, *values)
+        return [None] * len(self.known.layer.writes)
 
     def backward(self, stays: Sequence[Tensor], gradient: list[Tensor]) -> dict[str, Tensor]:
         """Add to the gradients of parameters; return those of what was read.
 
         Args:
-            stays: Parameters and buffers where they are now.
+            stays: Parameters and buffers where they are now, and the looks at them.
             gradient: Of what was written, alone in a list, which is emptied.
         """
         known = self.known
         self._gradient = _with_strides(gradient.pop(), known.gradient)
-        found = known.program.backward(self, *stays)
+        with _below_autograd():
+            found = known.program.backward(self, *stays)
         return {
             name: _with_strides(one, known.gradients[name])
             for name, one in zip(known.layer.reads, found, strict=True)
@@ -346,17 +362,21 @@ class SegmentRun:
         collector: Collector,
         *,
         forgets: bool = False,
+        again: bool = False,
     ) -> None:
         """Begin.
 
         Args:
             known: The programs, by layer.
-            leaves: Parameters and buffers, by layer.
+            leaves: Parameters and buffers, and the looks at them, by layer.
             parcel: Takes what is sent; `None` keeps it.
             collector: Takes the gradients.
             forgets: Nothing that is sent is kept: the segment is run again for backward.
+            again: It is run for backward alone: what the last layer writes is left out.
         """
-        self.parcel, self._collector, self._forgets = parcel, collector, forgets
+        self.known, self.parcel = known, parcel
+        self._collector, self._forgets = collector, forgets
+        self._last = len(known) if again else 0
         self._next = zip(known, leaves, strict=True)
         self._runs: list[ProgramRun] = []
 
@@ -374,7 +394,7 @@ class SegmentRun:
         """Run the next layer."""
         run = self._begun(*next(self._next))
         self._runs.append(run)
-        return run.forward(values)
+        return run.again(values) if len(self._runs) == self._last else run.forward(values)
 
     def _begun(self, known: Known, leaves: Sequence[Tensor]) -> ProgramRun:
         if self._forgets:
@@ -393,7 +413,7 @@ class SegmentRun:
         """Run backward; return the gradients of the segment's inputs. The run is used up.
 
         Args:
-            stays: Parameters and buffers where they are now, by layer.
+            stays: Parameters and buffers where they are now, and the looks at them, by layer.
             begun: Whether later segments gave the value of a name a gradient.
             gradient_of: Returns that gradient.
         """

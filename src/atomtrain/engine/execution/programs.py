@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from atomtrain.analysis.costs.rematerialization import CHEAP, DEEPEST
 from atomtrain.analysis.export.conditions import ways_to_trace
 from atomtrain.analysis.layers.direct_calls import direct, function_of
-from atomtrain.engine.execution.fewer_views import leave_out_views
-from atomtrain.engine.execution.joined_slices import join_slices
 from atomtrain.engine.execution.kept_whole import kept_whole
+from atomtrain.engine.execution.prepared_looks import take_looks_out
+from atomtrain.engine.execution.shorter_graphs import join_slices, leave_out_views
 
 aten = torch.ops.aten
 _SAME = frozenset({aten.detach.default, aten.alias.default})
@@ -73,10 +73,14 @@ def like(tensor: Tensor, *, requires_grad: bool) -> Like:
 class LayerProgram(NamedTuple):
     """What a kind of layer does."""
 
+    looks: Callable[..., Sequence[Any]]
+    """`looks(*stays)` returns `looked`: parameters and buffers, and what is looked at in them."""
     forward: Callable[..., Sequence[Any]]
-    """`forward(run, *given)` returns what is written."""
+    """`forward(run, *looked, *reads)` returns what is written."""
+    again: Callable[..., Sequence[Any]]
+    """`again(run, *looked, *reads)` sends what `forward` does, and does nothing more."""
     backward: Callable[..., Sequence[Any]]
-    """`backward(run, *stays)` returns the gradients of what is read, in order."""
+    """`backward(run, *looked)` returns the gradients of what is read, in order."""
     sent: tuple[int, ...]
     """What is sent; backward takes the last one first."""
     reads: int
@@ -239,9 +243,17 @@ class _Division:
 
     def program(self, again: Instead | None) -> LayerProgram:
         """Return the two functions; `again` is as of `program_of`."""
+        forward, only_sent = self._forward(), self._forward(writes=False)
         backward, taken = self._backward()
-        sent = tuple(reversed(taken))
-        return LayerProgram(_fast(self._forward()), _fast(backward, again), sent, self._reads)
+        looks = take_looks_out([forward, only_sent, backward], len(self._traced.stays))
+        return LayerProgram(
+            looks,
+            _fast(forward),
+            _fast(only_sent),
+            _fast(backward, again),
+            tuple(reversed(taken)),
+            self._reads,
+        )
 
     def _note(self, call: fx.Node) -> None:
         if call.target not in CHEAP:
@@ -257,9 +269,10 @@ class _Division:
         if depth <= DEEPEST:
             self._depths[call] = depth
 
-    def _forward(self) -> fx.Graph:
+    def _forward(self, *, writes: bool = True) -> fx.Graph:
         traced = self._traced
-        wanted = {node for node in traced.written if isinstance(node, fx.Node)} | set(self._sent)
+        written = traced.written if writes else ()
+        wanted = {node for node in written if isinstance(node, fx.Node)} | set(self._sent)
         for node in reversed(traced.forward):
             if node in wanted or _draws(node):
                 wanted.add(node)
@@ -276,7 +289,7 @@ class _Division:
                 env[node] = graph.node_copy(node, env.__getitem__)
             if node in self._sent:
                 graph.call_method("send", (run, self._sent[node], env[node]))
-        graph.output(fx.node.map_arg(tuple(traced.written), env.__getitem__))
+        graph.output(fx.node.map_arg(tuple(written), env.__getitem__))
         leave_out_views(graph)
         return graph
 

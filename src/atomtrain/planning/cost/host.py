@@ -119,18 +119,30 @@ def whole_shape(shape: Shape, chain: Chain, rest: Chain, host_layers: int) -> Sh
     """Return a shape of the rest as a shape of the chain."""
     if not host_layers:
         return shape
-    layout, of_rest = Layout(chain), Layout(rest)
+    moved = _moved(shape, host_layers, rest, Layout(rest), Layout(chain))
+    return moved._replace(host_layers=host_layers)
 
-    def whole(blocks: tuple[int, ...]) -> tuple[int, ...]:
+
+def rest_shape(shape: Shape, chain: Chain, rest: Chain) -> Shape:
+    """Return a shape of the chain as a shape of the rest, without its layers on the host."""
+    if not shape.host_layers:
+        return shape
+    moved = _moved(shape, -shape.host_layers, rest, Layout(chain), Layout(rest))
+    return moved._replace(host_layers=0)
+
+
+def _moved(shape: Shape, layers: int, rest: Chain, of: Layout, to: Layout) -> Shape:
+    """Return a shape with its bounds so many layers further up, and its blocks as `to` has them."""
+
+    def there(blocks: tuple[int, ...]) -> tuple[int, ...]:
         # By parameter: several weights may have the same users, and one that only one layer on the
         # device uses is that layer's own there.
         keys = (id(p) for p in rest.parameters)
-        return tuple(sorted({layout.block_of[k] for k in keys if of_rest.block_of[k] in blocks}))
+        return tuple(sorted({to.block_of[k] for k in keys if of.block_of[k] in blocks}))
 
     return shape._replace(
-        forward_bounds=tuple(bound + host_layers for bound in shape.forward_bounds),
-        backward_bounds=tuple(bound + host_layers for bound in shape.backward_bounds),
-        resident_blocks=whole(shape.resident_blocks),
-        device_blocks=whole(shape.device_blocks),
-        host_layers=host_layers,
+        forward_bounds=tuple(bound + layers for bound in shape.forward_bounds),
+        backward_bounds=tuple(bound + layers for bound in shape.backward_bounds),
+        resident_blocks=there(shape.resident_blocks),
+        device_blocks=there(shape.device_blocks),
     )

@@ -6,9 +6,10 @@ the backward segments downwards (recompute and backward). Each visit runs all mi
 
 from __future__ import annotations
 
+import bisect
 import enum
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 Boundary = Literal["device", "host"]
@@ -64,6 +65,18 @@ class Shape(NamedTuple):
             for layers, activation in zip(pairs, self.activations, strict=False)
             if activation != "recompute"
         }
+
+    def joins(self, users: Iterable[Sequence[int]]) -> list[list[bool]]:
+        """Return which of the layers that share a weight have their backward in one visit, for each
+        of these weights: whether each user is in the same as the one after it."""
+        bounds = self.backward_bounds
+        return [
+            [
+                bisect.bisect(bounds, one) == bisect.bisect(bounds, next_one)
+                for one, next_one in itertools.pairwise(layers)
+            ]
+            for layers in users
+        ]
 
 
 NEVER = 1 << 30

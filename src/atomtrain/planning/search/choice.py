@@ -18,7 +18,7 @@ import functools
 import heapq
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -32,6 +32,10 @@ from atomtrain.planning.search.space import Family, Space
 
 _NEAR = (1.01, 1.04, 1.16, 1.64)
 """How far above the least that any plan could take plans are looked for, before all are."""
+AS_FAST = 0.002
+"""Of plans that differ by less the leaner one is better. Less than what predictions miss by: of two
+plans that compute alike one waits longer, whatever the profile. And memory that a plan leaves is of
+little use, since the budget is the user's to give."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,13 @@ class _BySize(ABC):
         self._bounds_s: dict[tuple[int, int], float] = {}
 
     @abstractmethod
+    def best(self, below_s: float) -> Found | None:
+        """Return the fastest plan that fits, or `None` if none is faster than `below_s`."""
+
+    def task(self) -> Task:
+        return Task(self.loose_bound_s(), self.best, self.bound_s)
+
+    @abstractmethod
     def _bound_of(self, sizes: Sequence[int]) -> float:
         """Return a time below which no plan with slots of these sizes is."""
 
@@ -137,7 +148,6 @@ class Recomputing(_BySize):
         self._optimum = optimum
 
     def best(self, below_s: float) -> Found | None:
-        """Return the fastest plan that fits, or `None` if none is faster than `below_s`."""
         hopeful = set(self._hopeful(below_s))
         some = self._space.different(self._family, self._device_bytes) if hopeful else ()
         parts = [
@@ -161,42 +171,65 @@ class Mixing(_BySize):
         super().__init__(space, family, device_bytes)
         self._mixed = mixed
 
-    def loosest(self, below_s: float) -> Found | None:
-        """Return a plan of all sizes at once, or `None` if none is faster than `below_s`. If it
-        fits it is the best of them."""
-        return self._loosest(self._hopeful(below_s), below_s)
-
-    def best(self, below_s: float) -> Found | None:
-        """Return the fastest plan that fits, or `None` if none is faster than `below_s`."""
-        return self._best(self._hopeful(below_s), below_s)
+    def best(self, below_s: float, among: Collection[int] | None = None) -> Found | None:
+        """Return the fastest plan that fits, or `None` if none is faster than `below_s`; `among`:
+        sizes of slots that it may have."""
+        return self._best(self._hopeful_of(among, below_s), below_s)
 
     def _best(self, sizes: Sequence[int], below_s: float) -> Found | None:
-        found, memory = self._loosest(sizes, below_s), self._space.memory
-        if found is None or memory.device_bytes(found.shape) <= self._device_bytes:
+        found = self._at_once(sizes, below_s)
+        if found is None or self._fits(found):
             return found
-        middle = bisect.bisect_left(sizes, memory.sizes(found.shape).slot_bytes)
+        middle = self._place_of(found, sizes)
         assert 0 < middle < len(sizes)
         best: Found | None = None
         for some in (sizes[:middle], sizes[middle:]):
-            hopeful = set(self._hopeful(below_s)) & set(some)
-            better = self._best(sorted(hopeful), below_s)
+            better = self._best(self._hopeful_of(some, below_s), below_s)
             if better is not None:
                 best, below_s = better, better.step_s
         return best
 
-    def _loosest(self, sizes: Sequence[int], below_s: float) -> Found | None:
+    def narrowed(self, below_s: float) -> tuple[Found | None, list[int]]:
+        """Return a plan that fits, and the sizes of slots with which one might be faster still, and
+        faster than `below_s`. For a lean family, whose plans are not all plans of the space."""
+        best: Found | None = None
+        open_sizes: list[int] = []
+        waiting = [self._hopeful(below_s)]
+        while waiting:
+            sizes = self._hopeful_of(waiting.pop(), below_s)
+            found = self._at_once(sizes, below_s)
+            if found is None:
+                continue
+            if self._fits(found):
+                best, below_s = found, found.step_s
+            elif len(sizes) == 1:
+                open_sizes += sizes
+            else:
+                middle = max(1, min(self._place_of(found, sizes), len(sizes) - 1))
+                waiting += [sizes[middle:], sizes[:middle]]
+        return best, self._hopeful_of(open_sizes, below_s)
+
+    def _hopeful_of(self, sizes: Collection[int] | None, below_s: float) -> list[int]:
+        if sizes is not None and not sizes:
+            return []
+        hopeful = self._hopeful(below_s)
+        return hopeful if sizes is None else sorted(set(hopeful) & set(sizes))
+
+    def _at_once(self, sizes: Sequence[int], below_s: float) -> Found | None:
+        """Return the fastest plan if a slot were as large as the largest of these sizes and took no
+        more than the smallest; if it fits it is the best of them."""
         if not sizes:
             return None
         return self._mixed.best(self._mixed.rooms.room(sizes, self._device_bytes), below_s)
 
+    def _fits(self, found: Found) -> bool:
+        return self._space.memory.device_bytes(found.shape) <= self._device_bytes
+
+    def _place_of(self, found: Found, sizes: Sequence[int]) -> int:
+        return bisect.bisect_left(sizes, self._space.memory.sizes(found.shape).slot_bytes)
+
     def _bound_of(self, sizes: Sequence[int]) -> float:
         return self._mixed.bound_s(self._mixed.rooms.room(sizes, self._device_bytes))
-
-
-AS_FAST = 0.002
-"""Of plans that differ by less the leaner one is better. Less than what predictions miss by: of two
-plans that compute alike one waits longer, whatever the profile. And memory that a plan leaves is of
-little use, since the budget is the user's to give."""
 
 
 class Choice(NamedTuple):
@@ -224,7 +257,8 @@ class _Group:
     """Families that differ only in gradient buffers and in where values wait.
 
     They are searched at once, as if each had the speed of the fastest and the memory of the
-    leanest: what is found so is the best of all if it fits, and otherwise each is searched.
+    leanest: mostly no plan is as fast even so, or with few sizes of slots only. What is found so is
+    the best of all if it fits, and otherwise each is searched.
     """
 
     def __init__(self, space: Space, families: Sequence[Family]) -> None:
@@ -237,22 +271,39 @@ class _Group:
             self._all = _Solvers(space, families[0]._replace(lean=True), offload=offload)
 
     def tasks(self, device_bytes: int) -> Iterator[Task]:
-        for part in (_Solvers.recomputing, _Solvers.mixing):
-            task = part(self._all, device_bytes)
-            if task is not None and len(self._each) > 1:
-                best = functools.partial(self._best, part, task, device_bytes)
-                task = dataclasses.replace(task, best=best)
-            if task is not None:
-                yield task
+        if len(self._each) == 1:
+            yield from self._all.tasks(device_bytes)
+            return
+        recomputing, mixing = self._all.recomputing(device_bytes), self._all.mixing(device_bytes)
+        if recomputing is not None:
+            best = functools.partial(self._best_recomputing, recomputing, device_bytes)
+            yield dataclasses.replace(recomputing.task(), best=best)
+        if mixing is not None:
+            best = functools.partial(self._best_mixing, mixing, device_bytes)
+            yield dataclasses.replace(mixing.task(), best=best)
 
-    def _best(
-        self, part: _Part, all_at_once: Task, device_bytes: int, below_s: float
+    def _best_recomputing(
+        self, at_once: Recomputing, device_bytes: int, below_s: float
     ) -> Found | None:
-        found = all_at_once.best(below_s)
+        found = at_once.best(below_s)
         if found is None or self._space.memory.device_bytes(found.shape) <= device_bytes:
             return found
-        tasks = [part(solvers, device_bytes) for solvers in self._each]
-        return fastest([task for task in tasks if task is not None], below_s)
+        parts = [solvers.recomputing(device_bytes) for solvers in self._each]
+        return fastest([part.task() for part in parts if part is not None], below_s)
+
+    def _best_mixing(self, at_once: Mixing, device_bytes: int, below_s: float) -> Found | None:
+        found, sizes = at_once.narrowed(below_s)
+        if not sizes:
+            return found
+        if found is not None:
+            below_s = found.step_s
+        parts = [solvers.mixing(device_bytes) for solvers in self._each]
+        tasks = [
+            dataclasses.replace(part.task(), best=functools.partial(part.best, among=sizes))
+            for part in parts
+            if part is not None
+        ]
+        return fastest(tasks, below_s) or found
 
 
 class _Solvers:
@@ -273,27 +324,20 @@ class _Solvers:
             return None
         return Mixed(self._space, self._family, offload=self._offload)
 
-    def recomputing(self, device_bytes: int) -> Task | None:
+    def recomputing(self, device_bytes: int) -> Recomputing | None:
         if not self._space.fits(self._family, device_bytes) or self._optimum is None:
             return None
-        some = Recomputing(self._space, self._family, self._optimum, device_bytes)
-        return Task(some.loose_bound_s(), some.best, some.bound_s)
+        return Recomputing(self._space, self._family, self._optimum, device_bytes)
 
-    def mixing(self, device_bytes: int) -> Task | None:
+    def mixing(self, device_bytes: int) -> Mixing | None:
         if not self._space.fits(self._family, device_bytes) or self._mixed is None:
             return None
-        some = Mixing(self._space, self._family, self._mixed, device_bytes)
-        best = some.loosest if self._family.lean else some.best
-        return Task(some.loose_bound_s(), best, some.bound_s)
+        return Mixing(self._space, self._family, self._mixed, device_bytes)
 
     def tasks(self, device_bytes: int) -> Iterator[Task]:
-        for task in (self.recomputing(device_bytes), self.mixing(device_bytes)):
-            if task is not None:
-                yield task
-
-
-_Part = Callable[[_Solvers, int], Task | None]
-"""Gives a part of a family under a limit of device memory."""
+        for part in (self.recomputing(device_bytes), self.mixing(device_bytes)):
+            if part is not None:
+                yield part.task()
 
 
 def leanest_of(space: Space, fastest: Choice, limit_s: float, device_bytes: int) -> Choice:

@@ -10,6 +10,7 @@ from atomtrain.planning.cost.host import (
     blocks_of_host,
     host_choices,
     host_time,
+    rest_shape,
     whole_shape,
     without,
 )
@@ -98,6 +99,17 @@ class Problem:
         with the fastest one."""
         device_bytes = self._machine.device_memory_bytes
         return leanest_of(self.space, fastest, limit_s - self.host_s, device_bytes)
+
+    def again(self, shape: Shape) -> Plan | None:
+        """Return the plan of a shape of the whole chain, whether or not it fits; `None` if it is
+        not one of these."""
+        if (shape.host_layers, shape.remakes) != (self.host_layers, self.remakes):
+            return None
+        rest = rest_shape(shape, self._whole, self.chain)
+        if not self.space.has(rest):
+            return None
+        plan = self.plan(Choice(rest, 0.0, 0))
+        return plan if plan.shape == shape else None
 
     def plan(self, choice: Choice) -> Plan:
         offloads = "offload" in choice.shape.activations

@@ -24,9 +24,10 @@ from atomtrain.analysis.costs.profile import LayerTime
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.errors import PlanError
 from atomtrain.planning.cost.costing import Given
-from atomtrain.planning.plan.disk import choices
+from atomtrain.planning.plan.disk import OnDisk, choices
 from atomtrain.planning.plan.machine import Machine
 from atomtrain.planning.plan.plan import Plan, Request
+from atomtrain.planning.plan.shape import Shape
 from atomtrain.planning.search.choice import AS_FAST, Choice, rank_of
 from atomtrain.planning.search.memory_limit import least_device_bytes
 from atomtrain.planning.search.problem import Problem, problems_of
@@ -99,6 +100,19 @@ def make_plan(
     raise _too_large(plan, request, machine)
 
 
+def plan_again(given: Given, request: Request, shape: Shape, on_disk: OnDisk) -> Plan | None:
+    """Return the plan of a shape, without a search and whether or not it fits; `None` if there is
+    no such plan of this model in the space.
+
+    Raises:
+        PlanError: as of `make_plan`, but for what does not fit.
+    """
+    if on_disk not in choices(request.disk):
+        return None
+    found = (problem.again(shape) for problem in problems_of(given, request, on_disk))
+    return next((plan for plan in found if plan is not None), None)
+
+
 def _too_large(plan: Plan, request: Request, machine: Machine) -> PlanError:
     most = " even with everything on disk that can be" if request.disk is not None else ""
     several = request.devices > 1
@@ -146,7 +160,8 @@ class _Fastest(NamedTuple):
 
 def _fastest(problems: Sequence[Problem], below_s: float) -> list[_Fastest]:
     found, limit_s = [], below_s
-    for problem in problems:
+    # The smallest first: what it finds leaves little of the others to be searched.
+    for problem in sorted(problems, key=lambda problem: len(problem.space.families)):
         fastest = problem.fastest(limit_s)
         if fastest is not None:
             step_s = fastest.step_s + problem.host_s

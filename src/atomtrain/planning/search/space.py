@@ -32,7 +32,7 @@ from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.planning.cost.costing import Costing, Place
 from atomtrain.planning.cost.memory import MemoryModel
 from atomtrain.planning.plan.plan import Request
-from atomtrain.planning.plan.shape import Activation, Boundary, Phase
+from atomtrain.planning.plan.shape import Activation, Boundary, Phase, Shape
 
 _MOST_CANDIDATES = 3
 _AWKWARD_SHARE = 32
@@ -209,6 +209,28 @@ class Space:
             if request.segments in (None, 1):
                 families.append(Family(resident, 1, 1, boundary, True, there))
         return families
+
+    def has(self, shape: Shape) -> bool:
+        """Return whether a shape is in the space, if memory were endless."""
+        request, waiting = self.request, shape.waiting
+        able = {"keep", "offload"} if request.offload else {"keep"}
+        if (
+            shape.backward_bounds[-1] != self.layers
+            or request.segments not in (None, shape.segments)
+            or not set(waiting.values()) <= (able if self.mixes else set())
+            or not all(np.isfinite(self.memory.saved_table[layers]) for layers in waiting)
+        ):
+            return False
+        most = len(shape.forward_bounds), shape.segments
+        return any(
+            family.resident == shape.resident_blocks
+            and family.on_device == shape.device_blocks
+            and family.boundary == shape.boundary
+            and family.whole == (shape.segments == 1)
+            and min(family.slots, most[0]) == shape.slots
+            and min(family.gradient_buffers, most[1]) == shape.gradient_buffers
+            for family in self.families
+        )
 
     @property
     def groups(self) -> list[tuple[Family, ...]]:

@@ -17,7 +17,7 @@ from atomtrain.units import parse_rate
 if TYPE_CHECKING:
     from atomtrain.swarm.membership.admission import Admission
 
-PROTOCOL = 15
+PROTOCOL = 16
 """Version of everything that travels; peers with another one are turned away."""
 MANIFEST_BYTES_MAX = 16 << 20
 _LEAST_UPLOAD = 1000.0

@@ -16,6 +16,7 @@ from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.catchup.repair import Repairer
 from atomtrain.swarm.codecs.codec import all_finite
 from atomtrain.swarm.node.network_thread import Tasks
+from atomtrain.swarm.node.newcomers import Newcomers
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.rounds.leader_io import LeaderIO
 from atomtrain.swarm.rounds.making import merge_alone
@@ -67,6 +68,7 @@ class Rounds:
         """Whether this peer takes part."""
         self._leading: asyncio.Task[None] | None = None
         self._proposing = False
+        self.newcomers = Newcomers(context.config.expiry_s, asyncio.get_running_loop().time)
         self._lost_s: float | None = None
         """Since when this peer is alone because others do not answer."""
         self._following: dict[str, RoundMember] = {}
@@ -111,10 +113,11 @@ class Rounds:
             order = context.group(agenda.next_round)
             if order == [context.peer_id]:
                 # An anchor made alone is one that the others refuse, or have to try.
-                if self._waits_for_others(loop.time()):
+                if self._waits_for_others(loop.time()) or self._waits_for_newcomers:
                     agenda.ask_again(loop.time() + context.config.expiry_s / 30)
                 else:
-                    await go_alone(context, self._repairer, agenda.next_round)
+                    self.newcomers.forget()
+                    await go_alone(context, self._repairer, agenda.next_round, self._stays_alone)
                 return
             self._lost_s = None
             retry_s = 2 * max(map(context.waits.answer_s, order))  # it invites, too
@@ -125,6 +128,14 @@ class Rounds:
                 await self._propose_to(leader)
         finally:
             self._proposing = False
+
+    @property
+    def _waits_for_newcomers(self) -> bool:
+        """Those who join are to get anchors that are not replaced before their first round."""
+        return self.newcomers.coming and not self._context.mailbox.store.gradients
+
+    def _stays_alone(self) -> bool:
+        return self.active and not self._waits_for_newcomers
 
     def _waits_for_others(self, now_s: float) -> bool:
         """Say whether those who failed may answer again before this peer goes on alone.
@@ -237,6 +248,9 @@ class Rounds:
                 self._repairer.doubts[fragment] = member.in_doubt
             if member.astray:
                 self._repairer.astray.add(fragment)
+            # Rounds that follow each other closely may use it whenever this peer looks.
+            if self.active and self._repairer.wanted:
+                self._tasks.spawn(self._repairer.repair(), "repair")
         return False
 
     async def _stranger(self, leader: str, invite: Invite) -> str:
@@ -315,8 +329,14 @@ class Rounds:
         await member.exchange.serve(channel, header)
 
 
-async def go_alone(context: Context, repairer: Repairer, round_index: int) -> None:
-    """Let the anchor follow the parameters in a round that nobody else is in."""
+async def go_alone(
+    context: Context, repairer: Repairer, round_index: int, stays_alone: Callable[[], bool]
+) -> None:
+    """Let the anchor follow the parameters in a round that nobody else is in.
+
+    Not if somebody comes, or this peer leaves, before the trainer has given them: others may have
+    made another anchor of that version.
+    """
     fragment = context.agenda.fragment(round_index)
     if fragment in repairer.busy or context.agenda.refusal(round_index):
         return
@@ -326,6 +346,8 @@ async def go_alone(context: Context, repairer: Repairer, round_index: int) -> No
     try:
         async with asyncio.timeout(context.config.round_ceiling_s):
             snapshot = await context.snapshot(fragment)
+        if not stays_alone():
+            return
         if not await context.offload(all_finite, snapshot.values):
             context.mailbox.begin_again()
             context.mailbox.report(_kept(snapshot, round_index))

@@ -378,6 +378,8 @@ class Service:
 
     async def _answer_question(self, channel: Channel, message: Message) -> None:
         """Answer what wants nothing but an answer."""
+        if isinstance(message, AskManifest | AskAnchor):
+            self._rounds.newcomers.hear()
         if isinstance(message, AskManifest):
             await send_manifest(channel, self.context)
         elif isinstance(message, AskAnchor):

@@ -168,6 +168,23 @@ class Auditor:
         self.lied[channel.remote] = why
         return BadMessage(f"peer {channel.remote[-8:]}: {why}")
 
+    def believe(self, owner: str, why: str, proven: Proven) -> None:
+        """Note what another member has proved of an owner."""
+        self.lied[owner] = why
+        self.proofs.append(proven)
+
+    def proof_of(self, owner: str) -> Proven:
+        """Return what shows others that an owner has lied.
+
+        Raises:
+            BadMessage: there is nothing: only who was there could see it.
+        """
+        for proven in self.proofs:
+            each = self._lanes.slices_each
+            if self._begin.members[proven.proof.slice_index // each] == owner:
+                return proven
+        raise BadMessage(f"there is no proof of what {owner[-8:]} did")
+
     async def _show(self, channel: Channel, lane: Lane, asked: Audit) -> None:
         if len(asked.slices) > 1 or len(asked.slices) != len(asked.chunks):
             raise BadMessage(f"an audit of {len(asked.slices)} slices at once")

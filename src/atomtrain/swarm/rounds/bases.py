@@ -107,6 +107,10 @@ class Bases:
         await self._known[index].wait()
         return self._believed[index]
 
+    def believed(self, index: int) -> bool:
+        """Say whether the base of a slice has come, and is to be believed."""
+        return self._known[index].is_set() and self._believed[index]
+
     def contribution(self, span: Span) -> torch.Tensor:
         """Return what this member contributes in a span whose base is known."""
         return stepped(self._snapshot, self._update, span).sub_(self.values[span.start : span.stop])

@@ -83,8 +83,9 @@ class Exchange:
         self._auditor = Auditor(setup, begin, self._lanes, self._owned, own, self._bases)
         self._until_s = asyncio.get_running_loop().time() + begin.exchange_s
         self._retaking = Retaking(
-            setup, begin, self._spans, self._contributions, self._auditor.seal
+            setup, begin, self._spans, self._contributions, self._auditor, self._bases
         )
+        self._counted: dict[str, bool] = {}
 
     def _own(self, index: int, kind: type[OwnedSlice] = OwnedSlice) -> OwnedSlice:
         setup, begin, span = self._setup, self._begin, self._spans[index]
@@ -106,7 +107,7 @@ class Exchange:
 
     async def run(self) -> ExchangeResult:
         """Return what is held when all slices are, or at the exchange's deadline."""
-        members, owned = self._begin.members, self._owned
+        owned = self._owned
         try:
             await together(
                 *(self._reduce(j) for j in owned),
@@ -119,21 +120,33 @@ class Exchange:
         for member in self._auditor.unproven:
             for index in range(member * self._each, (member + 1) * self._each):
                 self._means[index] = None
-        counted = self._counted()
-        retaken = await self._retaking.run(self._auditor.lied, self._until_s, self._own)
+        self._counted = self._who_counted()
+        return await self.again()
+
+    @property
+    def shown(self) -> asyncio.Event:
+        """Set while `again` would take slices of whom another member has proved to lie."""
+        return self._retaking.shown
+
+    async def again(self) -> ExchangeResult:
+        """Return what is held when slices of liars have been taken again.
+
+        Not while a decision about what was returned before may come: its means lie where these do.
+        """
+        retaken = await self._retaking.run(self._until_s, self._own)
         for index, mean in retaken.items():
             self._means[index] = mean
-        self._channels += self._retaking.channels
-        slices = owned.values()
+        channels = [*self._channels, *self._retaking.channels]
+        members, slices = self._begin.members, self._owned.values()
         rejected = {members[i]: w for one in slices for i, w in one.reduction.rejected.items()}
         rejected |= self._wrong_means | self._auditor.lied
         everywhere = set.intersection(*(set(one.contributors) for one in slices))
         accepted = tuple(members[i] for i in sorted(everywhere))
-        held = (self._means, self._channels, self._values)
+        held = (self._means, channels, self._values)
         lied, proofs = self._auditor.lied, self._auditor.proofs
-        return ExchangeResult(*held, rejected, lied, accepted, counted, self._bases, proofs)
+        return ExchangeResult(*held, rejected, lied, accepted, self._counted, self._bases, proofs)
 
-    def _counted(self) -> dict[str, bool]:
+    def _who_counted(self) -> dict[str, bool]:
         """Say of each other owner whose means are all here if they have this contribution."""
         counted = {}
         for member, peer_id in enumerate(self._begin.members):

@@ -38,7 +38,7 @@ class Lanes:
 
     def __init__(self, me: int, members: int, slices_each: int) -> None:
         """Lay out the lanes of member `me` of so many, who own `slices_each` slices each."""
-        self._me, self._each = me, slices_each
+        self._me, self.slices_each = me, slices_each
         self._streams = streams_per_neighbour(members, slices_each)
         self.all = tuple(
             Lane(member, stream, mine)
@@ -54,8 +54,8 @@ class Lanes:
         """Return the slices of one of its two members that a lane carries, in their order."""
         lower_opens = lane.mine == (self._me < lane.member)
         place = 2 * lane.stream + (not lower_opens)  # at both ends the same
-        first = owner * self._each
-        return range(first + place, first + self._each, 2 * self._streams)
+        first = owner * self.slices_each
+        return range(first + place, first + self.slices_each, 2 * self._streams)
 
     async def arrived(self, channel: Channel, member: int, stream: int) -> None:
         """Hand over a stream that the other member has opened; return when the lane has ended.

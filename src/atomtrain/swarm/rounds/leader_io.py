@@ -19,8 +19,8 @@ from atomtrain.swarm.transport.transport import Channel, LinkLost, PeerRefused
 
 _log = logging.getLogger("atomtrain.swarm")
 _Event = tuple[str, Message | None]
-_SAID_MAX = 2
-"""Messages of a member, at most: that it is ready, and what it holds."""
+SAID_MAX = 8
+"""Messages of a member, at most: that it is ready, what it holds, and thrice that it is other."""
 _LOOK_S = 1.0
 """How often it is seen whether those that have not answered are members still."""
 
@@ -83,11 +83,14 @@ class LeaderIO:
         invitations = self._round.start()
         talks = {m: asyncio.create_task(self._talk(m, i)) for m, i in invitations}
         watch = asyncio.create_task(self._watch(talks))
+        outgoing: Outgoing = []
         try:
             while self._round.phase is not Phase.DONE:
-                await self._send(await self._next())
-            # Members close their streams when they have read the decision.
-            await asyncio.wait(talks.values(), timeout=self._context.timing.floor_s)
+                outgoing = await self._next()
+                await self._send(outgoing)
+            # Members close their streams when they have read the decision; others are told none.
+            if told := [talks[member] for member, _ in outgoing]:
+                await asyncio.wait(told, timeout=self._context.timing.floor_s)
             for member in self._round.late:
                 self._context.roster.was_late(member, self._round.call.round_index)
             self._context.absences.observe(
@@ -155,7 +158,7 @@ class LeaderIO:
                 if isinstance(message, Refused):  # it leaves: its next record says so
                     self._context.roster.suspect(member)
                     raise PeerRefused(member, message)
-                if said == _SAID_MAX:
+                if said == SAID_MAX:
                     raise BadMessage("it says more than there is to say")
                 if isinstance(message, Ready):
                     certificate, fragment = message.certificate, self._round.call.fragment

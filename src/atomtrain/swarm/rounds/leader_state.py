@@ -19,6 +19,7 @@ from enum import Enum
 from atomtrain.swarm.anchors.stamps import TOKENS_MAX, VERSION_MAX, Limit, Stamp, best_of, siblings
 from atomtrain.swarm.membership.guards import bounded_weights, led_weights
 from atomtrain.swarm.transport.messages import (
+    TAKEN_BACK,
     Abandon,
     Begin,
     Commit,
@@ -143,6 +144,10 @@ class LeaderRound:
             else:
                 return self.on_lost(member, now_s)
             self._waiting.discard(member)
+        elif self.phase is Phase.EXCHANGING and member in self._held and message == TAKEN_BACK:
+            del self._held[member]  # another has shown it that an owner lied
+            self._waiting.add(member)
+            return [(member, message)]
         elif self.phase is Phase.EXCHANGING and member in self._waiting:
             slices = len(self.group) * self.call.slices_each(len(self.group))
             if not isinstance(message, Held) or len(message.digests) != slices:

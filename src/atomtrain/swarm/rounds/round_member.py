@@ -34,6 +34,7 @@ from atomtrain.swarm.rounds.leader_io import exchange_bytes
 from atomtrain.swarm.rounds.making import Made, Making
 from atomtrain.swarm.rounds.proofs import Proven
 from atomtrain.swarm.transport.messages import (
+    TAKEN_BACK,
     Abandon,
     Begin,
     Certificate,
@@ -41,6 +42,7 @@ from atomtrain.swarm.transport.messages import (
     Decline,
     Held,
     Invite,
+    Message,
     Ready,
 )
 from atomtrain.swarm.transport.transport import Channel, Inbox, LinkLost, MessageT
@@ -129,14 +131,43 @@ class RoundMember:
             lost = await self._context.offload(torch.zeros_like, snapshot.values)
             snapshot = replace(snapshot, lost=lost)
         result = await self._exchange(snapshot, begin)
-        await self._channel.send(Held(digests=result.digests))
-        left_s = max(0.0, decided_by_s - self._loop.time())
-        commit = await self._expect(Commit, left_s + self._context.timing.floor_s)
+        commit, result = await self._decision(result, begin, decided_by_s)
         if any(j >= len(result.means) or result.means[j] is None for j in commit.slices):
             raise BadMessage("the leader committed a slice that is not here")
         self.in_doubt = None
         self._count_absent(begin, commit)
         return Decided(snapshot, begin, commit, result)
+
+    async def _decision(
+        self, result: ExchangeResult, begin: Begin, decided_by_s: float
+    ) -> tuple[Commit, ExchangeResult]:
+        """Say what is held, anew if another member proves a lie meanwhile; return the decision."""
+        assert self.exchange is not None, "its result is here"
+        until_s = decided_by_s + self._context.timing.floor_s
+        while True:
+            await self._channel.send(Held(digests=result.digests))
+            said = await self._hear_unless(self.exchange.shown, until_s)
+            if said is None:
+                await self._channel.send(TAKEN_BACK)
+                said = await self._hear(until_s)
+            if isinstance(said, Commit):
+                return said, result
+            if said != TAKEN_BACK:
+                raise BadMessage(f"the leader sent {type(said).__name__}, not a decision")
+            # It has decided nothing, and does not before it hears of the slices again.
+            result = await self.exchange.again()
+            self._distrust(result, begin)
+
+    async def _hear_unless(self, event: asyncio.Event, until_s: float) -> Message | None:
+        """Return what the leader says next; None if the event comes first."""
+        happening = asyncio.create_task(event.wait())
+        hearing = asyncio.create_task(self._inbox.peek(max(0.0, until_s - self._loop.time())))
+        try:
+            await asyncio.wait((happening, hearing), return_when=asyncio.FIRST_COMPLETED)
+            return await self._hear(until_s) if hearing.done() else None
+        finally:
+            happening.cancel()
+            hearing.cancel()
 
     def _count_absent(self, begin: Begin, commit: Commit) -> None:
         """Take the leader's word for who came: else each member would invite in vain anew.
@@ -201,9 +232,7 @@ class RoundMember:
             context.standing.observe(peer_id, self.invite.round_index, rejected=rejected)
         for peer_id, counted in result.counted.items():
             context.standing.observe_owner(peer_id, counted=counted)
-        for peer_id, why in result.lied.items():
-            context.roster.distrust(peer_id, f"as an owner in round {begin.round_id}, {why}")
-        self.proofs = result.proofs
+        self._distrust(result, begin)
         others = len(begin.members) - 1
         self.astray = result.bases is not None and 2 * len(result.bases.strange) > others
         if duration_s < begin.exchange_s:
@@ -213,11 +242,21 @@ class RoundMember:
             context.timing.failed()
         return result
 
-    async def _expect(self, kind: type[MessageT], within_s: float) -> MessageT:
-        message = await self._inbox.get(within_s)
+    def _distrust(self, result: ExchangeResult, begin: Begin) -> None:
+        for peer_id, why in result.lied.items():
+            self._context.roster.distrust(peer_id, f"as an owner in round {begin.round_id}, {why}")
+        self.proofs = result.proofs
+
+    async def _hear(self, until_s: float) -> Message:
+        """Return what the leader says next; what ends the round for this member is raised."""
+        message = await self._inbox.get(max(0.0, until_s - self._loop.time()))
         if isinstance(message, Abandon):
             self.in_doubt = None
             raise _Over(message.reason)
+        return message
+
+    async def _expect(self, kind: type[MessageT], within_s: float) -> MessageT:
+        message = await self._hear(self._loop.time() + within_s)
         if not isinstance(message, kind):
             raise BadMessage(f"the leader sent {type(message).__name__}, not {kind.__name__}")
         return message

@@ -359,10 +359,10 @@ class Evidence(Message, frozen=True, kw_only=True):
 
 
 class AskAgain(Message, frozen=True, kw_only=True):
-    """To a contributor, when its exchange is over: its contributions to a proven liar's slices.
+    """To a member, when its exchange is over: its contributions to a proven liar's slices.
 
-    It is answered with itself; by slice the contribution follows as it went to the owner, and its
-    `Seal`. `owner` is the liar's index in the group.
+    It is answered with `Heard`: whether the proof is wanted. When that has come, or was not needed,
+    this message comes back, and what is asked for. `owner` is the liar's index in the group.
     """
 
     round_id: Text
@@ -397,9 +397,16 @@ class Proof(Message, frozen=True, kw_only=True):
 
 
 class Held(Message, frozen=True, kw_only=True):
-    """Digest of each slice's mean that the member holds, or an empty string."""
+    """Digest of each slice's mean that the member holds, or an empty string.
+
+    No digests at all: the member takes back what it said, and will say anew what it holds. The
+    leader answers with the same if it has not decided yet.
+    """
 
     digests: Texts
+
+
+TAKEN_BACK = Held(digests=())
 
 
 class Commit(Message, frozen=True, kw_only=True):

@@ -16,9 +16,11 @@ from atomtrain.models.lora_config import OLORA, PISSA, rounds_of
 from atomtrain.training.config.imported_data import DATA_KEYS, data_of, shown
 from atomtrain.training.config.other_names import (
     ADVICE,
+    KIND_WORDS,
     KINDS,
     OPTIMIZERS,
     SCHEDULES,
+    check_not_configuration,
     translated,
 )
 from atomtrain.training.config.recipe import OBJECTIVES, PREFERENCES
@@ -105,6 +107,7 @@ def imported(path: Path) -> Imported:
         ConfigError: it cannot be read, or says something that cannot be.
     """
     said = _read(path)
+    check_not_configuration(path, said)
     if any(isinstance(value, dict) and "_component_" in value for value in said.values()):
         raise ConfigError(
             f"{path} is a recipe of torchtune, which is not understood; 'atom init' asks and "
@@ -147,6 +150,8 @@ def _read(path: Path) -> dict[str, Any]:
 
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name a recipe of axolotl or LLaMA-Factory in it")
+    if path.parts[:1] in (("http:",), ("https:",)):
+        raise ConfigError(f"{path} is an address; download the recipe, and name the file")
     if not path.is_file():
         raise ConfigError(f"there is no file {path}; name a recipe of axolotl or LLaMA-Factory")
     try:
@@ -160,6 +165,8 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, RecursionError, ValueError, yaml.YAMLError) as error:
         if isinstance(error, ConfigError):
             raise
+        if isinstance(error, UnicodeDecodeError):
+            raise ConfigError(f"{path} is not text in UTF-8; name a recipe") from error
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(f"{path} cannot be read as YAML ({reason}); name a recipe") from error
     if not isinstance(said, Mapping):
@@ -180,7 +187,7 @@ def _typed(path: Path, name: str, value: Any) -> Any:
         return kind(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"{path}: {name} must be of type {kind.__name__}, not {shown(value)}; correct it there"
+            f"{path}: {name} must be {KIND_WORDS[kind]}, not {shown(value)}; correct it there"
         ) from error
 
 

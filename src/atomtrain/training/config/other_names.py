@@ -7,7 +7,8 @@ are refused, never passed over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from atomtrain.errors import ConfigError, choices
@@ -101,6 +102,7 @@ _PRECISION = "give --precision"
 _OBJECTIVE = "give --objective; next-token is the default"
 _VALIDATION = "give --validation FILE, or leave it out: some of the data is held out"
 _TEMPLATE = "the model's own template is used; leave it out"
+_TOKENIZER = "the model's own tokenizer is used; leave it out"
 _DEVICE = "give --device, such as cuda:0"
 _OTHERS = "other machines join with --join; leave it out"
 _MISSING = "it has no counterpart; leave it out"
@@ -120,11 +122,12 @@ ADVICE = {
     "local_rank": _SEVERAL,
     "nproc_per_node": _SEVERAL,
     "num_processes": _SEVERAL,
-    "output_dir": "give --directory, and --run for the name of the run",
+    **dict.fromkeys(("output_dir", "save_dir"), "give --directory, and --run for the run's name"),
     "parallelism_config": _SEVERAL,
     "per_device_eval_batch_size": "it is that of training; leave it out",
     "push_to_hub": _HUB,
-    "resume_from_checkpoint": "give --run NAME --resume",
+    **dict.fromkeys(("checkpoint", "resume_from_checkpoint"), "give --run NAME --resume"),
+    **dict.fromkeys(("gpu_memory_utilization", "max_memory"), "give --device-memory, such as 8GiB"),
     "run_name": "give --run",
     "saves_per_epoch": _SAVED,
     "save_strategy": _SAVED,
@@ -148,6 +151,7 @@ ADVICE = {
         (
             *("adapter", "lora_alpha", "lora_dropout", "lora_r", "lora_rank", "lora_target"),
             *("lora_target_linear", "lora_target_modules", "use_dora", "use_rslora"),
+            *("peft_config", "target_modules", "use_lora"),
         ),
         _LORA,
     ),
@@ -157,11 +161,21 @@ ADVICE = {
     **dict.fromkeys(("dtype", "fp16_opt_level", "mixed_precision", "torch_dtype"), _PRECISION),
     **dict.fromkeys(("pref_loss", "rl", "stage"), _OBJECTIVE),
     **dict.fromkeys(("chat_template", "template"), _TEMPLATE),
+    **dict.fromkeys(("tokenizer", "tokenizer_name", "tokenizer_name_or_path"), _TOKENIZER),
+    **dict.fromkeys(("bits", "bnb_4bit_quant_type", "load_in_nf4", "quantization"), _FROZEN),
+    **dict.fromkeys(("model_revision", "revision"), "give the folder of that revision to --model"),
+    **dict.fromkeys(("quiet", "silent", "verbose"), "give --plain for lines in place of a display"),
     **dict.fromkeys(("eval_dataset", "val_set_size", "val_size", "validation_file"), _VALIDATION),
-    **dict.fromkeys(("clip_grad", "gradient_clip_val"), "give --clip-norm"),
+    **dict.fromkeys(
+        ("clip_grad", "grad_clip", "gradient_clip_val", "gradient_clipping"), "give --clip-norm"
+    ),
     **dict.fromkeys(("accelerator", "devices", "gpu", "gpus", "num_gpus"), _DEVICE),
     **dict.fromkeys(
-        ("context_parallel_size", "pipeline_parallel_size", "tensor_parallel_size"), _SEVERAL
+        (
+            *("backend", "context_parallel_size", "pipeline_parallel_size", "rank"),
+            *("sequence_parallel_size", "tensor_parallel_size", "tp", "world_size"),
+        ),
+        _SEVERAL,
     ),
     **dict.fromkeys(("cpu_offload", "offload_optimizer", "strategy", "zero_stage"), _SWAPPED),
     **dict.fromkeys(
@@ -185,6 +199,7 @@ ADVICE = {
             *("dataloader_drop_last", "dataloader_in_order", "dataloader_multiprocessing_context"),
             *("dataloader_num_workers", "dataloader_persistent_workers"),
             *("dataloader_pin_memory", "dataloader_prefetch_factor", "preprocessing_num_workers"),
+            "num_workers",
         ),
         _READ,
     ),
@@ -212,7 +227,7 @@ ADVICE = {
     ),
     **dict.fromkeys(
         (
-            *("disable_tqdm", "log_level", "log_level_replica", "log_on_each_node"),
+            *("disable_tqdm", "log_dir", "log_level", "log_level_replica", "log_on_each_node"),
             *("logging_dir", "logging_first_step", "logging_nan_inf_filter", "logging_steps"),
             "logging_strategy",
         ),
@@ -252,6 +267,13 @@ KINDS: dict[str, type] = {
     "fp16": bool,
 }
 """All names that are understood, and the types of their values."""
+KIND_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_CONFIGURATIONS = {
+    "compute_environment": "accelerate",
+    "distributed_type": "accelerate",
+    "zero_optimization": "DeepSpeed",
+}
+"""Keys of files that say how a training is distributed, and whose files these are."""
 
 
 class Translation(NamedTuple):
@@ -263,6 +285,20 @@ class Translation(NamedTuple):
     """Of each of them, the name that was given."""
     line: str
     """What to tell the user; empty if there was nothing to translate."""
+
+
+def check_not_configuration(path: Path, keys: Collection[str]) -> None:
+    """Refuse a file that says how others distribute a training, not what is trained.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    for key, tool in _CONFIGURATIONS.items():
+        if key in keys:
+            raise ConfigError(
+                f"{path} is a configuration of {tool}, no recipe: swapping takes its place; leave "
+                "it out ('atom init' asks and writes a recipe)"
+            )
 
 
 def translated(
@@ -284,10 +320,10 @@ def translated(
     def take(name: str, ours: str, value: Any) -> None:
         before = {**known, **values}.get(ours, value)
         if before is not value and before != value:  # no NaN equals itself
-            other = flag_of(sources.get(ours, ours))
+            other = sources.get(ours, ours)
             raise ConfigError(
-                f"{flag_of(name)} {said[name]} and {other} {before} contradict each other; give "
-                "one of them"
+                f"{_exactly(name, said[name])} and {_exactly(other, said.get(other, before))} "
+                "contradict each other; give one of them"
             )
         values[ours], sources[ours] = value, name
 
@@ -344,6 +380,10 @@ def _line(said: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     given = " ".join(_shown(name, value) for name, value in said.items())
     taken = " ".join(_shown(name, value) for name, value in values.items())
     return f"{given} is taken as {taken}" if taken else f"{given} changes nothing"
+
+
+def _exactly(name: str, value: Any) -> str:
+    return flag_of(name) if value is True else f"{flag_of(name)} {value}"
 
 
 def _shown(name: str, value: Any) -> str:

@@ -55,14 +55,24 @@ def check_early(options: TrainOptions) -> None:
         follows = options.resume or options.join
         check_sources(options.data, options.validation, conversations=plain and not follows)
     if options.model is not None and not options.resume and not options.join:
-        _check_place(options.model)
+        check_model_place(options.model)
 
 
-def _check_place(name: str) -> None:
+def check_model_place(name: str) -> None:
+    """Refuse a model that is neither here nor to be had from the hub.
+
+    Raises:
+        ConfigError: says what is missing.
+    """
     from atomtrain.models.gpt_config import PRESETS, check_place
 
-    if name not in PRESETS and Path(name).suffix != ".json":
-        check_place(name)
+    if name in PRESETS or Path(name).suffix == ".json":
+        return
+    check_place(name)
+    if not Path(name).expanduser().is_dir():
+        from atomtrain.models.hub_reach import check_in_reach
+
+        check_in_reach(name)
 
 
 def check_model_name(name: str | None) -> None:
@@ -163,12 +173,15 @@ def _check_addresses(options: TrainOptions) -> None:
     for entry in entries:
         address = entry.rpartition(SEPARATOR)[2]
         found = _IP4.match(address)
-        known = _is_ip4(found[1]) if found else address == LAN or address.startswith("/")
-        if not known:
+        if found and not _is_ip4(found[1]):
             raise SwarmError(
                 f"{address!r} is not the address of a peer; paste the whole line that a peer "
                 "prints, such as /ip4/192.168.1.5/tcp/31337/p2p/12D3Koo..."
             )
+        if address != LAN:
+            from atomtrain.swarm.transport.addresses import place_of
+
+            place_of(address)
 
 
 def _is_ip4(text: str) -> bool:

@@ -190,7 +190,7 @@ class Recipe:
         "Freeze the model and train adapters: r=8,alpha=16,targets=q_proj+v_proj (or all-linear, "
         "the default; all-linear+experts), dora=true, rslora=true, dropout=0.05, "
         "init=pissa, pissa_niter_16 or olora to begin with the main part of each matrix, "
-        "bits=8 or 4 to hold the frozen matrices in so many bits, and "
+        "bits=8 or 4 to hold frozen linear layers and experts in so many bits, and "
         "modules_to_save=embed_tokens+lm_head to train these modules themselves.",
         "SETTINGS",
         check=_named(parse_lora),

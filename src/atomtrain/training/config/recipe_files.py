@@ -10,18 +10,23 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atomtrain.errors import ConfigError, RecipeFileError, nearest
+from atomtrain.errors import ConfigError, nearest
 from atomtrain.settings import TRUTHS, words_of
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.other_names import ADVICE, KINDS, translated
+from atomtrain.training.config.other_names import (
+    ADVICE,
+    KIND_WORDS,
+    KINDS,
+    check_not_configuration,
+    translated,
+)
 
 READY_FOLDER = Path(__file__).parents[2] / "recipes"
 SUFFIXES = (".yaml", ".yml")
-_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 _MOST_BYTES = 1 << 20
 _GONE = "delay_updates"
 """An option of earlier versions, which recipes may still name."""
@@ -41,6 +46,14 @@ _INSTEAD = {
 """What a file says is not meant any more where the command line says the other."""
 _OF_NEW_RUNS = ("epochs", "warmup_ratio")
 """What a file says is not meant where the command line resumes or joins: that run has its own."""
+
+
+class RecipeMistake(NamedTuple):
+    """What is wrong in a recipe."""
+
+    line: int | None
+    """Counted from 1; `None`: it is not in the file."""
+    text: str
 
 
 class RecipeFile(NamedTuple):
@@ -74,6 +87,12 @@ def recipe_path(given: str) -> Path:
     if path.is_dir():
         raise ConfigError(f"{given} is a folder; give a recipe file, or a text with --data")
     name, equals, value = given.partition("=")
+    known = {*typing.get_type_hints(TrainOptions), *KINDS, *ADVICE}
+    if equals and name.replace("-", "_") not in known:
+        raise ConfigError(
+            f"{given!r} stands alone; parts of one value have commas between them and no spaces, "
+            "such as r=8,alpha=16"
+        )
     if equals:
         raise ConfigError(f"options have dashes: write --{name.replace('_', '-')} {value}")
     if path.suffix in SUFFIXES or len(path.parts) > 1:
@@ -88,15 +107,15 @@ def read_recipe(path: Path) -> RecipeFile:
     """Return what a recipe file says; each value is checked for its type only.
 
     Raises:
-        RecipeFileError: one line for each mistake: unknown keys (with the nearest one), values of
-            the wrong type, keys given twice.
-        ConfigError: the file cannot be read, is not YAML, or is a recipe of another tool.
+        ConfigError: the file cannot be read, is not YAML, or is a recipe of another tool; or all
+            mistakes in one line: unknown keys (with the nearest one), values of the wrong type,
+            keys given twice.
     """
     hints = typing.get_type_hints(TrainOptions)
     values: dict[str, Any] = {}
     others: dict[str, Any] = {}
     lines: dict[str, int] = {}
-    mistakes: list[str] = []
+    mistakes: list[RecipeMistake] = []
     seen: set[str] = set()
     for key, node in _entries(path):
         line, name = key.start_mark.line + 1, str(key.value).replace("-", "_")
@@ -115,10 +134,11 @@ def read_recipe(path: Path) -> RecipeFile:
             lines[name] = line
             value = _value(str(key.value), node, hints.get(name) or KINDS[name])
         except ConfigError as error:
-            mistakes.append(f"{path}:{line}: {error}")
+            mistakes.append(RecipeMistake(line, str(error)))
             continue
         if value is not None:
             (values if name in hints else others)[name] = value
+    check_not_configuration(path, seen)
     if mistakes and len(seen & _OF_OTHERS) > 1:
         raise ConfigError(
             f"{path} is a recipe of axolotl or LLaMA-Factory; 'atom import {path} --out "
@@ -133,9 +153,9 @@ def read_recipe(path: Path) -> RecipeFile:
         understood = translated(others, values)
     except ConfigError as error:
         line = lines.get(_about(str(error), others) or "", 1)
-        raise RecipeFileError([*mistakes, f"{path}:{line}: {error}"]) from error
+        raise _as_one(path, [*mistakes, RecipeMistake(line, str(error))]) from error
     if mistakes:
-        raise RecipeFileError(mistakes)
+        raise _as_one(path, mistakes)
     lines.update({ours: lines[name] for ours, name in understood.sources.items()})
     return RecipeFile(path, {**values, **understood.values}, lines, understood.line)
 
@@ -148,7 +168,7 @@ def options_with(recipe: RecipeFile, given: Mapping[str, Any]) -> TrainOptions:
         given: Options by name, for instance those of the command line.
 
     Raises:
-        RecipeFileError: values that cannot be, one line for each, with its place in the file.
+        ConfigError: has all values that cannot be, with their places in the file.
     """
     begun = given.get("resume") or given.get("join")
     kept = {
@@ -157,15 +177,14 @@ def options_with(recipe: RecipeFile, given: Mapping[str, Any]) -> TrainOptions:
         if _INSTEAD.get(name) not in given and not (begun and name in _OF_NEW_RUNS)
     }
     values = {**kept, **given}
-    mistakes: list[str] = []
+    mistakes: list[RecipeMistake] = []
     while True:
         try:
             options = TrainOptions(**values)
         except ConfigError as error:
             name = error.field or _about(str(error), values)
-            line = recipe.lines.get(name or "")
-            where = f"{recipe.path}:{line}: " if line and name not in given else ""
-            mistakes.append(f"{where}{error}")
+            line = None if name in given else recipe.lines.get(name or "")
+            mistakes.append(RecipeMistake(line, str(error)))
             if name is None:
                 break
             # Without the culprit the next mistake comes to light.
@@ -174,7 +193,7 @@ def options_with(recipe: RecipeFile, given: Mapping[str, Any]) -> TrainOptions:
             if not mistakes:
                 return options
             break
-    raise RecipeFileError(mistakes)
+    raise _as_one(recipe.path, mistakes)
 
 
 def recipe_text(options: TrainOptions) -> str:
@@ -190,6 +209,16 @@ def recipe_text(options: TrainOptions) -> str:
         return "# All options have their defaults.\n"
     text: str = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, width=1000)
     return text
+
+
+def _as_one(path: Path, mistakes: Sequence[RecipeMistake]) -> ConfigError:
+    """Return all mistakes in one line, each with its place."""
+    if len(mistakes) == 1:
+        ((line, text),) = mistakes
+        return ConfigError(text if line is None else f"{path}:{line}: {text}")
+    places = ("elsewhere" if line is None else f"line {line}" for line, _ in mistakes)
+    listed = (f"({place}) {text}" for place, (_, text) in zip(places, mistakes, strict=True))
+    return ConfigError(f"{path} has {len(mistakes)} mistakes: {' '.join(listed)}")
 
 
 def _entries(path: Path) -> Iterator[tuple[Any, Any]]:
@@ -262,7 +291,7 @@ def _scalar(key: str, node: Any, kind: type) -> Any:
             return words[text.lower()]
         return kind(text)
     except (KeyError, ValueError) as error:
-        wanted = ", ".join(words) or _NAMES.get(kind, "a text")
+        wanted = ", ".join(words) or KIND_WORDS.get(kind, "a text")
         raise ConfigError(f"{key} must be {wanted}, not {text!r}") from error
 
 

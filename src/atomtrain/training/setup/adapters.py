@@ -12,17 +12,16 @@ from atomtrain.errors import CheckpointError
 from atomtrain.models.hugging_face import HuggingFaceConfig, build
 from atomtrain.models.lora import (
     ADAPTER_PARTS,
-    adapted_by,
-    adapter_of,
-    experts_of,
     is_transposed,
     merged,
     merged_experts,
 )
 from atomtrain.models.lora_config import NOTHING, LoraConfig
+from atomtrain.models.lora_embedding import embeddings_of
 from atomtrain.models.lora_init import begin
 from atomtrain.models.lora_saved import saved_modules
 from atomtrain.models.making import make_outline
+from atomtrain.models.narrow import adapted_by, adapter_of, experts_of
 from atomtrain.progress import Progress
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.loading import Weights, seed_of_adapter
@@ -49,6 +48,7 @@ class Adapters:
         outline = self.weights.outline
         self.experts = experts_of(outline)
         """See `experts_of`; in the model's order."""
+        self.embeddings = embeddings_of(outline)
         self.outline = {**dict(outline.named_parameters()), **dict(outline.named_buffers())}
         """The frozen model's tensors without data, those that its files have."""
         self.outline = {name: self.outline[name] for name in self.weights.names}

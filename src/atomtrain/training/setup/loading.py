@@ -12,8 +12,10 @@ from atomtrain.models.confined import check_layers, parts_within
 from atomtrain.models.dequantised.files import open_weights
 from atomtrain.models.heads import HEAD_WEIGHT, NewHead, head_of, is_classifier
 from atomtrain.models.hugging_face import HuggingFaceConfig, read_config
-from atomtrain.models.lora import adapted_by, adapted_layers
+from atomtrain.models.lora import begun_layers
+from atomtrain.models.lora_embedding import LoraEmbedding
 from atomtrain.models.making import Sizes, make_outline
+from atomtrain.models.narrow import adapted_by
 from atomtrain.models.weights.names import Source, match_weights
 from atomtrain.progress import BYTES, Progress
 
@@ -77,7 +79,7 @@ class Weights:
                     if name not in begun:
                         self._put(engine, name, parameters[name])
                         progress.advance(parameters[name].nbytes)
-        layers = adapted_layers(engine.model)
+        layers = begun_layers(engine.model)
         with Progress("beginning adapters", len(layers), "layers") as progress:
             for name, layer in layers.items():
                 seed = seed_of_adapter(self.seed, name)
@@ -100,7 +102,7 @@ class Weights:
             source.read_into(self._files, tensors[name].detach())
 
     def _wide(self, layer: str) -> Tensor:
-        """Return the matrix of a linear layer, or the experts of an adapter, as float32."""
+        """Return the matrix of a linear layer, or the parameter beside which it is, as float32."""
         return self.read(adapted_by(layer) or f"{layer}.weight").float()
 
     def _put(self, engine: Engine, name: str, parameter: nn.Parameter) -> None:
@@ -121,10 +123,10 @@ def seed_of_adapter(seed: int, layer: str) -> str:
 
 
 def _begun_by(model: nn.Module) -> set[str]:
-    """Return the names of what adapted layers fill by themselves."""
+    """Return the names of what has a beginning of its own."""
     return {
         f"{name}.{part}"
-        for name, layer in adapted_layers(model).items()
+        for name, layer in begun_layers(model).items()
         for part, _ in layer.named_parameters()
-        if part != "bias"
+        if part != ("weight" if isinstance(layer, LoraEmbedding) else "bias")
     }

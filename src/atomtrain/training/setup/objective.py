@@ -153,7 +153,7 @@ class Hearing:
         """Which device each thing was heard from."""
 
     def hear(self, said: Tensor) -> None:
-        """Keep what is said of a micro-batch's rows, `[B]`, if somebody listens.
+        """Keep what is said of a micro-batch's rows, `[B, ...]`, if somebody listens.
 
         Several devices may speak at the same time, each of micro-batches of its own in their order.
         """
@@ -179,5 +179,5 @@ class Hearing:
 
 
 def rows_heard(heard: Sequence[Said]) -> Tensor:
-    """Return what `Hearing.listening` gave as one tensor on the host, `[rows]` float32."""
+    """Return what `Hearing.listening` gave as one tensor on the host, `[rows, ...]` float32."""
     return torch.cat([torch.as_tensor(part, dtype=torch.float32, device="cpu") for part in heard])

@@ -7,9 +7,10 @@ was before, `a` the mean of the logarithms, and `c`, `j` for chosen and rejected
 
     dpo    margin = beta ((s_c - r_c) - (s_j - r_j))         loss = -log sigmoid(margin)
     simpo  margin = beta (a_c - a_j)                         loss = -log sigmoid(margin - gamma)
-    orpo   margin = log odds(e^a_c) - log odds(e^a_j)        loss = -a_c - beta log sigmoid(margin)
+    orpo   margin = log odds(e^a_c) - log odds(e^a_j)        loss = nll_c - beta log sigmoid(margin)
 
-with odds(p) = p / (1 - p). A loss is the mean over pairs. Sources: Rafailov et al. 2023 (arXiv
+with odds(p) = p / (1 - p), and `nll_c` the mean over all tokens of the chosen rows, prompts
+included. A loss is the mean over pairs. Sources: Rafailov et al. 2023 (arXiv
 2305.18290), equation 7; Meng et al. 2024 (arXiv 2405.14734), equation 6; Hong et al. 2024 (arXiv
 2403.07691), equations 6 and 7.
 
@@ -201,15 +202,40 @@ class SimplePreference(PreferredAnswer):
 
 
 class OddsRatio(PreferredAnswer):
-    """ORPO: fine-tuning on the chosen answer, and its odds against the other one's."""
+    """ORPO: fine-tuning on the chosen rows, and the odds of their answers against the others'.
+
+    The paper's equation 6 takes the likelihood of the answer alone. Its authors' code, unless
+    asked otherwise, and trl learn the prompt too, and count all tokens of a micro-batch alike, as
+    is done here. What is said of a row is the mean `a`, and the sum of the logarithms of all its
+    tokens, `[B, 2]`.
+    """
 
     def margins(self, said: Tensor, reference: Tensor | None) -> Tensor:
-        mean = said.clamp(max=_MOST_MEAN)
+        mean = said[:, 0].clamp(max=_MOST_MEAN)
         chosen, rejected = (mean - torch.log(-torch.expm1(mean))).view(-1, 2).unbind(1)
         return chosen - rejected
 
-    def losses(self, said: Tensor, reference: Tensor | None) -> Tensor:
-        return -said.view(-1, 2)[:, 0] - self._beta * F.logsigmoid(self.margins(said, reference))
+    def _losses_of(self, said: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        sums = said[:, 1].view(-1, 2)[:, 0]
+        tokens = (batch["row_targets"][0::2] != IGNORED).sum().clamp(min=1)
+        preferred = F.logsigmoid(self.margins(said, None))
+        return -sums * len(sums) / tokens - self._beta * preferred
+
+    def _said(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        logits, targets = output.logits.flatten(0, 1).float(), batch["row_targets"]
+        losses = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none")
+        logs, counted = -losses.view(targets.shape), batch["targets"] != IGNORED
+        return torch.stack((self._of_answers(logs * counted, counted), logs.sum(1)), 1)
+
+    def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
+        """See `Objective`; `row_targets` have the prompts of the chosen rows too."""
+        counted = batch.labels != IGNORED
+        inside = counted.flip(1).cumsum(1).flip(1) > 0  # a target comes here or later
+        following = torch.cat((batch.inputs[:, 1:], batch.labels[:, -1:]), 1)
+        whole = torch.where(inside & ~counted, following, batch.labels)
+        whole[1::2] = batch.labels[1::2]
+        parts = zip(super().micro_batches(batch, sequences), rows_of(batch, sequences), strict=True)
+        return [{**entries, "row_targets": whole[part]} for entries, part in parts]
 
 
 class RewardModel(PreferredAnswer):

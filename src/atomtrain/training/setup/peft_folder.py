@@ -1,9 +1,9 @@
 """Adapters in a folder of `peft`: written so that it loads them, and read.
 
-A linear layer's adapter has the layer's name. peft wraps a module with experts once for each
-adapted parameter, in their order in the module: the last parameter's adapter has the module's name,
-and `.base_layer` leads to each one before. A module of `modules_to_save` has its own name there,
-and peft keeps a weight that several modules share once for each.
+The adapter of a linear layer or an embedding has the layer's name. peft wraps a module with experts
+once for each adapted parameter, in their order in the module: the last parameter's adapter has the
+module's name, and `.base_layer` leads to each one before. A module of `modules_to_save` has its own
+name there, and peft keeps a weight that several modules share once for each.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from atomtrain.errors import ConfigError, DataError, reason_of
 from atomtrain.files import read_small
 from atomtrain.models.hugging_face import read_config
 from atomtrain.models.image_text import in_tower, tower_of
-from atomtrain.models.lora import adapted_by, adapter_of, is_transposed
+from atomtrain.models.lora import is_transposed
 from atomtrain.models.lora_config import LoraConfig
+from atomtrain.models.lora_embedding import EMBEDDING_PARTS, check_embedding
 from atomtrain.models.lora_saved import is_within
+from atomtrain.models.narrow import adapted_by, adapter_of
 from atomtrain.models.weights.files import WeightFiles
 from atomtrain.training.setup.adapters import Adapters, part_of
 
@@ -161,6 +163,8 @@ def read_peft(folder: Path) -> Adapters:
     for key in files:
         if key in saved:
             continue
+        if _is_kept_embedding(key, adapters, files):
+            continue
         layer, part = _layer_of(key, wrapped, adapters) or ("", "")
         shape = _shapes(adapters, layer).get(part) if layer else None
         if shape != files.entries[key].shape:
@@ -172,6 +176,8 @@ def read_peft(folder: Path) -> Adapters:
             )
         adapters.tensors.setdefault(layer, {})[part] = files.read(key)
     for layer, parts in adapters.tensors.items():
+        if EMBEDDING_PARTS[0] in parts:
+            check_embedding(adapters.weights.outline, layer)
         if lacking := _shapes(adapters, layer).keys() - parts.keys():
             raise DataError(
                 f"{folder / ADAPTER_FILE} lacks the {min(lacking)} of {layer}; give a whole copy"
@@ -251,8 +257,29 @@ def _layer_of(
     return None if weight is None or weight.ndim != 2 else (layer, part)
 
 
+def _is_kept_embedding(key: str, adapters: Adapters, files: WeightFiles) -> bool:
+    """Return whether a tensor is the frozen embedding that peft keeps beside its adapter.
+
+    Raises:
+        ConfigError: it is not the model's.
+    """
+    path = key.removeprefix(_PREFIX).removesuffix(f"{_INNER}.weight")
+    if f"{_PREFIX}{path}{_INNER}.weight" != key or path not in adapters.embeddings:
+        return False
+    own, kept = adapters.weights.read(f"{path}.weight"), files.read(key)
+    if own.shape != kept.shape or not torch.equal(own.float(), kept.float()):
+        raise ConfigError(
+            f"{files.folder / ADAPTER_FILE} holds another {path}.weight than {adapters.folder}; "
+            "merge the adapters with peft, and give the merged model"
+        )
+    return True
+
+
 def _shapes(adapters: Adapters, layer: str) -> dict[str, tuple[int, ...]]:
     name, config = adapted_by(layer), adapters.config
+    if layer in adapters.embeddings:
+        tokens, width = adapters.outline[f"{layer}.weight"].shape
+        return dict(zip(EMBEDDING_PARTS, ((config.r, tokens), (width, config.r)), strict=True))
     shape = adapters.outline[name or f"{layer}.weight"].shape
     experts, (outputs, inputs) = (1, shape) if name is None else (shape[0], shape[1:])
     if name is not None and is_transposed(adapters.experts[name]):

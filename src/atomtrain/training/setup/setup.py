@@ -6,10 +6,10 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from atomtrain.errors import ConfigError
 from atomtrain.files import require_writable
 from atomtrain.models import HuggingFaceConfig, make_model, make_outline
 from atomtrain.models.image_text import check_features, kind_of
+from atomtrain.models.lora import narrowing_of
 from atomtrain.models.neftune import with_noise
 from atomtrain.progress import Progress
 from atomtrain.settings import chosen
@@ -157,8 +158,7 @@ def _assemble(
     memory = device_memory_of(options, recipe)
     objective = objective_of(recipe)
     # Everything that can be refused is refused before the weights take memory.
-    outline = make_outline(recipe.sizes, recipe.lora, train_tower=recipe.train_tower)
-    outline = with_noise(outline, recipe.neftune_noise_alpha)
+    outline = _outline_of(source, tell)
     kind = kind_of(outline)
     if kind is not None and kind.alike:  # any other one counts them when it is analysed
         example = example_of(recipe, 1, objective, text)
@@ -189,7 +189,7 @@ def _assemble(
     example = example_of(recipe, fit.micro_batch, objective, text)
     engine = _open_engine(
         model, example, recipe, devices, fit, objective,
-        dataclasses.replace(options, compile=compiling), gradients=gradients,
+        dataclasses.replace(options, compile=compiling), gradients=gradients, plan=source.plan,
     )  # fmt: skip
     engine.recording = options.trace is not None
     try:
@@ -229,6 +229,17 @@ def _assemble(
     return session
 
 
+def _outline_of(source: Source, tell: Callable[[str], None]) -> nn.Module:
+    """Return the model that is trained, without memory; tell which matrices cannot be narrow."""
+    recipe, tower = source.recipe, source.recipe.train_tower
+    outline = make_outline(recipe.sizes, recipe.lora, train_tower=tower)
+    if source.weights is not None and recipe.lora is not None and recipe.lora.bits is not None:
+        found = narrowing_of(source.weights.outline, recipe.lora, in_tower=tower)
+        if (line := found.told(recipe.lora.bits)) is not None:
+            tell(line)
+    return with_noise(outline, recipe.neftune_noise_alpha)
+
+
 def _open_engine(
     model: nn.Module,
     example: MicroBatch,
@@ -239,8 +250,10 @@ def _open_engine(
     options: TrainOptions,
     *,
     gradients: bool,
+    plan: Mapping[str, Any] | None = None,
 ) -> Engine:
     settings = {
+        "plan": plan,
         "micro_batches": recipe.sequences // fit.micro_batch,
         "clip_norm": recipe.clip_norm or None,
         "head_pieces": fit.head_pieces,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from atomtrain.checkpoint import Checkpoint, load_latest
 from atomtrain.data.sampler import SamplerConfig
@@ -27,7 +27,7 @@ from atomtrain.training.config.preflight import CHECKPOINTS, make_directory, rem
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.loading import Weights
 from atomtrain.training.setup.peering import check_rules, knows_peers, swarm_config
-from atomtrain.training.setup.state import data_of, recipe_of
+from atomtrain.training.setup.state import data_of, plan_before, recipe_of
 from atomtrain.training.setup.texts import Text, read_labels, read_text
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class Source:
     swarm: Swarm | None = None
     weights: Weights | None = None
     """Those of a Hugging Face model: to begin with, or frozen."""
+    plan: Mapping[str, Any] | None = None
+    """By which the checkpoint was trained."""
 
 
 def find_source(options: TrainOptions, run: str, name: str, directory: Path) -> Source:
@@ -168,6 +170,7 @@ def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Sou
     recipe, tokenizer = recipe_of(checkpoint)
     recipe = amended(recipe, options, str(checkpoint.path))
     data, validation = data_of(checkpoint)
+    plan = plan_before(checkpoint)
     validation = options.validation or validation
     named = options.data or options.validation
     if named:
@@ -180,7 +183,7 @@ def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Sou
         )
     weights = _base_of(recipe, options.model, meta.get("model_folder"))
     swarm = _rejoin(options, run, name, directory, checkpoint)
-    return Source(recipe, text, checkpoint, swarm, weights)
+    return Source(recipe, text, checkpoint, swarm, weights, plan)
 
 
 def guards_of(options: TrainOptions) -> list[str]:

@@ -13,7 +13,7 @@ from atomtrain.checkpoint import Checkpoint, open_checkpoint
 from atomtrain.data.tokenizer import Tokenizer, read_tokenizer
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.engine import Engine
-from atomtrain.errors import CheckpointError
+from atomtrain.errors import CheckpointError, PlanError
 from atomtrain.models import make_empty
 from atomtrain.models.gpt_config import CONFIG_FILE
 from atomtrain.models.hugging_face import read_config
@@ -21,6 +21,7 @@ from atomtrain.models.lora import adapted_layers
 from atomtrain.models.lora_config import LoraConfig
 from atomtrain.models.making import Sizes, make_outline
 from atomtrain.models.weights.files import is_finite
+from atomtrain.planning.plan.kept import KeptPlan
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.adapters import Adapters
 from atomtrain.training.setup.budgets import check_resident
@@ -105,6 +106,21 @@ def compiled_before(checkpoint: Checkpoint, devices: Sequence[Device]) -> bool |
             "by 'atom train'"
         )
     return compiled if kept.get("devices") == _kind_of(devices) else "auto"
+
+
+def plan_before(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """Return what a checkpoint has of the plan that it was trained by; older ones have nothing.
+
+    Raises:
+        CheckpointError: it has something that is not a plan.
+    """
+    kept: Mapping[str, Any] | None = checkpoint.meta.get("plan")
+    try:
+        return None if kept is None else KeptPlan.from_json(kept).to_json()
+    except PlanError as error:
+        raise CheckpointError(
+            f"{checkpoint.path} holds what is not a plan ({error}); give an earlier checkpoint"
+        ) from error
 
 
 def _kind_of(devices: Sequence[Device]) -> str:

@@ -124,8 +124,7 @@ def evaluate(
     judges = labels is not None or (recipe is not None and recipe.learns == "labels")
     if judges or has_pairs(named):
         return _judged(path, trained, named, validation, context, sequences)
-    text = read_text(named, sizes, trained.tokenizer, packed=packed, validation=validation)
-    _warn_of(text)
+    text = _read(trained, named, validation, packed=packed)
     objective = NextToken() if isinstance(sizes, HuggingFaceConfig) else OwnLoss()
     total, targets, count = 0.0, 0, 0
     batches = counted_unless_large(text.material.held_out(context, 1, sequences))
@@ -147,18 +146,27 @@ def counted_unless_large(batches: Iterator[Batch]) -> Iterable[Batch]:
     return [*first, *batches]
 
 
-def _warn_of(text: Text) -> None:
+def _read(
+    trained: Trained,
+    data: Sequence[str],
+    validation: str | None,
+    *,
+    learns: Learns = "answers",
+    packed: bool = False,
+) -> Text:
+    """Read what a model is to be tried on, and say which rows are skipped."""
+    text = read_text(
+        data, trained.sizes, trained.tokenizer, packed=packed, learns=learns, validation=validation
+    )
     if text.skipped is not None:
         _log.warning(text.skipped)
+    return text
 
 
 def _classified(
     trained: Trained, data: Sequence[str], validation: str | None, context: int, sequences: int
 ) -> ClassEvaluation:
-    text = read_text(
-        data, trained.sizes, trained.tokenizer, learns="classes", validation=validation
-    )
-    _warn_of(text)
+    text = _read(trained, data, validation, learns="classes")
     objective, losses, found = Classification(), [], []
     with torch.no_grad(), objective.listening() as heard:
         batches = list(text.material.held_out(context, 1, sequences))
@@ -173,10 +181,7 @@ def _classified(
 def _matched(
     trained: Trained, data: Sequence[str], validation: str | None, context: int, sequences: int
 ) -> MatchEvaluation:
-    text = read_text(
-        data, trained.sizes, trained.tokenizer, learns="matches", validation=validation
-    )
-    _warn_of(text)
+    text = _read(trained, data, validation, learns="matches")
     objective, losses, found = Matching(), [], []
     with torch.no_grad(), objective.listening() as heard:
         pairs = list(text.material.held_out(context, 2, max(1, sequences // 2)))
@@ -211,8 +216,7 @@ def _judged(
             f"{' or '.join((*PREFERENCES, 'reward'))} can judge; {path} is not one: name other "
             "--data"
         )
-    text = read_text(data, trained.sizes, trained.tokenizer, learns=learns, validation=validation)
-    _warn_of(text)
+    text = _read(trained, data, validation, learns=learns)
     batches = list(text.material.held_out(context, 2, max(1, sequences // 2)))
     said = _said(objective, trained.model, batches)
     reference = None

@@ -45,12 +45,14 @@ def dry_run(options: TrainOptions) -> str:
         raise ConfigError("--dry-run looks at new runs; leave --resume and --join out")
     with tempfile.TemporaryDirectory() as folder:
         # Nobody is to join what ends at once, and no folder of a run is to be left.
+        told: list[str] = []
         session = open_session(
-            dataclasses.replace(options, run=None, trace=None, directory=Path(folder))
+            dataclasses.replace(options, run=None, trace=None, directory=Path(folder)), told.append
         )
         try:
             rows = [*_model(session), *_data(session), *_plan(session)]
             rows.append(_disk(session, options.directory))
+            rows += [("note", line) for line in told]
         finally:
             session.close()
     width = max(len(key) for key, _ in rows) + 2
@@ -107,6 +109,7 @@ def _plan(session: Session) -> list[tuple[str, str]]:
             f"{format_bytes(plan.device_memory_bytes)}, {counted(plan.segments, 'segment')}",
         ),
         ("host", format_bytes(plan.host_bytes)),
+        *([("plan", before)] if (before := session.engine.planner.before) else []),
         ("layers", str(session.engine.compiling)),
         (
             "speed",

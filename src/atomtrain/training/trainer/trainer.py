@@ -7,7 +7,7 @@ for it needs a few lines changed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from atomtrain.training.setup.state import (
     compiling_of,
     counts_of,
     loss_scale_of,
+    plan_before,
     restore,
     shards_of,
 )
@@ -129,6 +130,7 @@ class Trainer:
         self._open_devices = partial(open_devices, device, device_memory)
         self._callbacks = tuple(callbacks)
         self._compile = self.args.compile
+        self._plan: Mapping[str, Any] | None = None
         self._engine: Engine | None = None
         self.course = Course()
         self._check_size()
@@ -300,6 +302,7 @@ class Trainer:
                 precision=precision_of(args.precision),
                 profile=args.profile,
                 compile=self._compile,
+                plan=self._plan,
             )
             example = self._batches(0)[0]
             self._engine = self._swap(self.model, example, device=devices, options=options)
@@ -348,6 +351,7 @@ class Trainer:
             "tokens": self.course.tokens,
             "loss_scale": loss_scale_of(self.engine),
             "compiling": compiling_of(self.engine),
+            "plan": self.engine.kept_plan(),
             "by_targets": self._first_target is not None,
             "counts": counts_of(self.engine),
         }
@@ -377,22 +381,25 @@ class Trainer:
         self.course.tokens = tokens
 
     def _open_as(self, checkpoint: Checkpoint) -> None:
-        """Have the engine's layers compiled if a checkpoint's were, and not if they were not.
+        """Have the engine follow a checkpoint's plan, with its layers compiled if they were then.
 
         Unless somebody asked for the engine before, it opens once, and measures no other way.
         """
         opened = self._engine
         devices = self._open_devices() if opened is None else opened.devices
-        if self.args.compile == "auto":
-            try:
+        try:
+            self._plan = plan_before(checkpoint)
+            if self.args.compile == "auto":
                 self._compile = compiled_before(checkpoint, devices)
-            except BaseException:
-                for device in devices if opened is None else ():
-                    device.close()
-                raise
+        except BaseException:
+            for device in devices if opened is None else ():
+                device.close()
+            raise
         if opened is None:
             self._open(devices)
-        elif self._compile not in ("auto", opened.compiling.compiled):
+            return
+        compiled, plan = opened.compiling.compiled, opened.kept_plan()
+        if self._compile not in ("auto", compiled) or self._plan not in (None, plan):
             self.close()
 
     def _tell(self, what: str, *about: Any) -> None:

@@ -44,7 +44,7 @@ from atomtrain.models.hugging_face import (
     read_config,
 )
 from atomtrain.models.image_text import freeze_tower, kind_of, pixels_of
-from atomtrain.models.lora import add_adapters
+from atomtrain.models.lora import add_adapters, narrowing_of
 from atomtrain.models.lora_config import LoraConfig
 from atomtrain.models.making import parameter_count
 from atomtrain.planning.catalogue import MATMUL_SHARE, Gpu, estimate_times
@@ -83,6 +83,8 @@ class Subject:
     says, or left out."""
     images_left_out: str | None = None
     """Why images are not counted, if the model reads some."""
+    left_wide: str | None = None
+    """Which frozen matrices cannot be held in few bits, if some shall be."""
     _analyses: dict[int, Analysis] = field(default_factory=dict, repr=False, compare=False)
 
     def trained_with(
@@ -114,13 +116,14 @@ class Subject:
         )
 
     def with_adapters(self, config: LoraConfig) -> Subject:
-        """Return the model frozen, with adapters beside its linear layers, in place.
+        """Return the model frozen, with adapters, in place.
 
         Raises:
-            ConfigError: a target names no linear layer.
+            ConfigError: a target names nothing that can be adapted.
         """
+        left = None if config.bits is None else narrowing_of(self.model, config).told(config.bits)
         add_adapters(self.model, config)
-        return replace(self, _analyses={})
+        return replace(self, left_wide=left, _analyses={})
 
     @functools.cached_property
     def parameters(self) -> int:

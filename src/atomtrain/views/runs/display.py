@@ -116,7 +116,7 @@ ROW_KINDS = frozenset(("run_started", "step", "evaluation", "run_finished", "pee
 MESSAGE_KINDS = frozenset(
     (
         "evaluation", "membership", "checkpoint", "sample", "warning", "stopping", "data",
-        "prediction", "run_finished", "peer_lost",
+        "planned_again", "prediction", "run_finished", "peer_lost",
     )
 )  # fmt: skip
 STYLES = {"lost": "red", "failed": "red", "completed": "green", "interrupted": "yellow"}

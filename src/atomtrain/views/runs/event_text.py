@@ -258,6 +258,17 @@ def _finished_line(event: Event) -> str:
     )
 
 
+def _again_line(event: Event) -> str | None:
+    before_s, now_s = number(event, "predicted_before_s"), number(event, "predicted_step_s")
+    if not before_s or not now_s or min(before_s, now_s) < 0:
+        return None
+    by = "another plan" if event.get("changed") else "the same plan"
+    return (
+        "measured again, since other programs leave the processor alone now: steps are predicted "
+        f"at {format_seconds(now_s)} by {by}, not at {format_seconds(before_s)}"
+    )
+
+
 def _prediction_line(event: Event) -> str | None:
     took_s, predicted_s = number(event, "step_s"), number(event, "predicted_step_s")
     if not took_s or not predicted_s or min(took_s, predicted_s) < 0:
@@ -287,6 +298,7 @@ _LINES: dict[str, Callable[[Event], str | None]] = {
     "checkpoint": _checkpoint_line,
     "sample": lambda event: f"sample {sample_text(event)}",
     "warning": lambda event: f"warning: {words(event, 'message') or 'unknown'}",
+    "planned_again": _again_line,
     "prediction": _prediction_line,
     "stopping": lambda _: STOPPING,
     "run_finished": _finished_line,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from atomtrain.engine.calibration.profile_cache import StepTimes, doubt_profile, is_off
 from atomtrain.engine.calibration.profiling import crowding_warning
 from atomtrain.engine.engine import Engine
+from atomtrain.engine.replanning import PlannedAgain
 from atomtrain.events import EventLog
 from atomtrain.planning.cost.timeline import Span
 
@@ -23,12 +24,13 @@ def tell_plan(engine: Engine, events: EventLog, asked: bool | Literal["auto"]) -
 
     `asked` is whether layers were to be compiled; a checkpoint may have answered otherwise.
     """
-    plan, compiling = engine.plan, engine.compiling
+    plan, compiling, before = engine.plan, engine.compiling, engine.planner.before
+    lines = [plan.describe(), *([f"plan       {before}"] if before else [])]
     if engine.planner.options.compile != asked:
         compiling = compiling._replace(why="as in the checkpoint")
     events.emit(
         "plan",
-        text=f"{plan.describe()}\nlayers     {compiling}",
+        text="\n".join((*lines, f"layers     {compiling}")),
         segments=plan.segments,
         predicted_step_s=plan.step_s,
         predicted_device_peak_bytes=plan.device_peak_bytes,
@@ -39,6 +41,16 @@ def tell_plan(engine: Engine, events: EventLog, asked: bool | Literal["auto"]) -
     )
     if warning := crowding_warning(engine.planner.crowded_share):
         events.emit("warning", message=warning)
+
+
+def tell_planned_again(engine: Engine, again: PlannedAgain, events: EventLog) -> None:
+    """Tell what a new profile within the run brought."""
+    events.emit(
+        "planned_again",
+        changed=again.changed,
+        predicted_before_s=again.predicted_before_s,
+        predicted_step_s=engine.plan.step_s,
+    )
 
 
 def tell_prediction(engine: Engine, times: StepTimes, events: EventLog) -> None:

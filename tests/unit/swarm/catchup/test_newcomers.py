@@ -315,7 +315,7 @@ def test_who_answers_nothing_does_not_hold_a_newcomer_at_each_fragment() -> None
 
         held = [await held_s() for _ in range(8)]
         assert held[0] >= 20.0
-        assert sum(held) < 20.0 + 10.0 + 5.0 + 5 * 2.5 + 8 * 3.0
+        assert sum(held) < 20.0 + 10.0 + 5.0 + 5 * 2.5 + 8 * 3.5
         silent_until_s = 0.0
         assert await held_s() < 2.5
         silent_until_s = math.inf

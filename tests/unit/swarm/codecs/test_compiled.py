@@ -13,15 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomtrain.errors import BadMessage
-from atomtrain.native import build, library
+from atomtrain.native import library
 from atomtrain.swarm.codecs.codec import Codec, codec_named
 from atomtrain.swarm.codecs.dense import keys_of, uniform
 from atomtrain.swarm.codecs.names import CODEC_NAMES
 from atomtrain.swarm.codecs.sparse import SparseMeanCodec, kept
+from tests.support.cores import core_for
 
 LEVELS = {
     "this processor's": library.core(),
-    "any processor's": ctypes.CDLL(str(build.library_path("DEFAULT"))),
+    "any processor's": core_for("DEFAULT"),
 }
 CONTRIBUTORS = 3
 CODECS: dict[str, Codec] = {

@@ -22,10 +22,12 @@ from hypothesis import strategies as st
 
 from atombench.virtual.clock import VirtualLoop, run_virtual
 from atomtrain.swarm.codecs import slices
+from atomtrain.swarm.rounds.auditor import Auditor
+from atomtrain.swarm.rounds.audits import Claim
 from atomtrain.swarm.rounds.owning import OwnedSlice
 from tests.support.going_on import all_go_on
 from tests.support.swarm_virtual import Simulation
-from tests.unit.swarm.rounds.test_lying_owners import larger
+from tests.unit.swarm.rounds.test_lying_owners import Unseen, larger
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +131,8 @@ async def _run(
     if not simulation.peers:
         return
     await all_go_on(simulation)
-    assert await simulation.settle(AGREE_S), "survivors must agree"
+    if not simulation.manifest.rules.group_size:  # members of several groups have siblings
+        assert await simulation.settle(AGREE_S), "survivors must agree"
     _DONE["means checked"] += simulation.check_means()
     _DONE["schedules"] += 1
 
@@ -170,6 +173,18 @@ def test_survivors_go_on_from_lower_versions_that_more_tokens_went_into() -> Non
     merges = [merge for name, _, merge in simulation.merges if name == "peer0"]
     lone = [merge.anchor.stamp for merge in merges if merge.fragment == 0]
     assert any(new.version < old.version and new.beats(old) for old, new in pairwise(lone))
+
+
+def test_what_is_in_a_round_whenever_a_peer_looks_is_fetched_all_the_same() -> None:
+    """Rounds, steps and membership records keep time with each other where nothing takes any."""
+    simulation = Simulation((6, 6), 630, 0.0, wire="topk")
+    events = [
+        Event("death", 0, 0.378405796135778),
+        Event("cut", 25, 9.021920927645679),
+        Event("death", 25, 9.021920927645679),
+    ]
+    steps_s = [2.4428204952133936, 0.415458717310462, 2.2643733291665282, 0.1]
+    run_virtual(partial(_run, simulation, steps_s, events))
 
 
 @settings(
@@ -249,3 +264,53 @@ def test_whatever_happens_when_and_whoever_lies(
         patch.setattr(OwnedSlice, "_encode", false)
         running = partial(_run, simulation, steps_s, events, frozenset({name}))
         run_virtual(running, _CountingLoop())
+
+
+@settings(
+    max_examples=max(5, int(os.environ.get(_EXAMPLES, "25")) // 5),
+    phases=(Phase.reuse, Phase.generate),
+)
+@given(
+    seed=st.integers(0, 10**6),
+    sizes=st.lists(st.integers(8, 40), min_size=1, max_size=3),
+    steps_s=st.lists(st.floats(0.1, 2.0), min_size=4, max_size=PEERS_MAX),
+    delay_s=st.floats(0.0, 0.1),
+    wire=st.sampled_from(["float32", "float16", "int8"]),
+    liar=st.integers(0, 3),
+    often=st.floats(0.1, 1.0),
+    group_size=st.sampled_from([0, 3]),
+)
+def test_whoever_alone_sees_a_lie(
+    seed: int,
+    sizes: list[int],
+    steps_s: list[float],
+    delay_s: float,
+    wire: str,
+    liar: int,
+    often: float,
+    group_size: int,
+) -> None:
+    """One honest member of each group sees it, another one each time: nobody merges it."""
+    simulation = Simulation(tuple(sizes), seed, delay_s, wire=wire, group_size=group_size)
+    name, encode, chance = f"peer{liar}", OwnedSlice._encode, random.Random(seed)
+    claim, seers = Auditor.claim, dict[str, str]()
+
+    def false(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
+        lies = self._begin.members[self._index] == name and chance.random() < often
+        _DONE["lies"] += lies
+        return encode(self, contributors, -mean if lies else mean)
+
+    def claimed(self: Auditor, *what: Any) -> Claim:
+        begin = self._begin
+        honest = [member for member in begin.members if member != name]
+        if begin.round_id not in seers:
+            seers[begin.round_id] = chance.choice(honest)
+        made = claim(self, *what)
+        sees = self._setup.peer_id == seers[begin.round_id]
+        return made if sees else Unseen(**made.__dict__)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OwnedSlice, "_encode", false)
+        patch.setattr(Auditor, "claim", claimed)
+        time = [Event("heal", 0, 20.0)]
+        run_virtual(partial(_run, simulation, steps_s, time, frozenset({name})), _CountingLoop())

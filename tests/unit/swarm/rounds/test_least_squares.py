@@ -171,7 +171,7 @@ def test_what_liars_would_keep_from_a_round_is_taken_without_them_or_comes_with_
             assert not any(peer.service.context.roster.trusts(liar) for liar in liars)
         caught = [r for r in honest[0].reports if any("liar" in why for why in r.rejected)]
         assert not all("slices missing" in report.reason for report in caught)
-        simulation.check_means()
+        simulation.check_means(liars)
         anchor = honest[0].service.context.mailbox.store.anchor(0)
         return problem.loss(anchor.values, range(_PEERS - 1))
 

@@ -14,6 +14,7 @@ from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.membership.guards import Guard
 from atomtrain.swarm.node import accusing
 from atomtrain.swarm.rounds import auditor, contributing, exchange, round_member
+from atomtrain.swarm.rounds.audits import Claim
 from atomtrain.swarm.rounds.commitments import Commitment, committed
 from atomtrain.swarm.rounds.owning import OwnedSlice
 from atomtrain.swarm.rounds.proofs import Judged, judge_proof
@@ -39,6 +40,16 @@ def lied(lie: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return encode(self, contributors, lie(mean) if owner_of(self) == LIAR else mean)
 
     return false
+
+
+class Unseen(Claim):
+    """A mean in which an audit finds nothing, as where no more than a part of it is false."""
+
+    def impossible(self) -> str:
+        return ""
+
+    def wrong(self, *_: Any) -> str:
+        return ""
 
 
 def run(seconds_s: float = 60.0, wire: str = "float16", **rules: Any) -> Simulation:

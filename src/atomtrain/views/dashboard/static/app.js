@@ -5,7 +5,8 @@ import * as form from "./format.js";
 import { Legend } from "./legend.js";
 import { memoryMap } from "./memory.js";
 import { Runs } from "./peers.js";
-import { Judgements, PeerTable, RoundList } from "./swarm.js";
+import { PeerMap } from "./peer_map.js";
+import { Judgements, markOf, PeerTable, RoundList } from "./swarm.js";
 import { themes } from "./theme.js";
 import { timeline, timelineKey } from "./timeline.js";
 
@@ -20,6 +21,7 @@ let drawn = "";
 const charts = { run: new Charts("run"), memory: new Charts("memory"), swarm: new Charts("swarm") };
 const legend = new Legend(at("legend"), () => draw());
 const table = new PeerTable(at("peers"));
+const map = new PeerMap(at("peer-map"), at("map-note"));
 const rounds = new RoundList(at("rounds"), at("pairs"));
 const judgements = new Judgements(at("judged"), at("judged-note"));
 
@@ -169,6 +171,7 @@ function drawMemory(peer) {
 function drawSwarm(peer) {
   const run = peer?.run ?? runs.tables.keys().next().value;
   table.draw(runs.table(run));
+  map.draw([...table.rows.values()], markOf);
   form.setText(at("swarm-note"), table.rows.size ? table.summary() : "This run has no swarm: its peers tell nothing about others.");
   const own = peer?.rounds ?? [];
   const ofRun = runs.sorted().filter((one) => one.run === run);

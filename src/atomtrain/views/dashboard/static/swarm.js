@@ -36,6 +36,13 @@ function wayOf(row) {
   return addresses.some((address) => address.includes("/p2p-circuit")) ? "relayed" : "direct";
 }
 
+// Which mark a row has on the map.
+export function markOf(row) {
+  if (row.is_self) return "self";
+  if (row.reachable === false) return "gone";
+  return wayOf(row) === "relayed" ? "relayed" : "direct";
+}
+
 function agoOf(row, all) {
   if (row.ended_s) return `ended ${clock(row.ended_s)}`;
   if (!row.seen_s || row.state === "unknown") return "-";
