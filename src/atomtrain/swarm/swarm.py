@@ -273,7 +273,7 @@ class Swarm:
 
     def known_addresses(self) -> tuple[str, ...]:
         """Return the addresses of all other peers ever seen: keep them to be able to come back."""
-        known = self._service.context.roster.addresses
+        known = self._service.context.roster.addresses.copy()  # the loop's thread changes it
         return tuple(dict.fromkeys(a for addresses in known.values() for a in addresses))
 
     def progress(self) -> Progress:

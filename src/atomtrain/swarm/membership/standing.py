@@ -149,8 +149,9 @@ class Standing:
         return record is not None and record.accepted > 0 and not record.expelled
 
     def knows_anybody(self, me: str) -> bool:
-        """Say whether there is such a peer beside this one."""
-        return any(peer_id != me and self.knows(peer_id) for peer_id in self._records)
+        """Say whether there is such a peer beside this one; any thread may ask."""
+        records = self._records.copy()  # at once: the loop's thread changes them
+        return any(peer_id != me and self.knows(peer_id) for peer_id in records)
 
     def lowered(self, me: str, members: Sequence[str], weights: Sequence[int]) -> tuple[int, ...]:
         """Return what members weigh in a round that this peer leads, of what they claim.

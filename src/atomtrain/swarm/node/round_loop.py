@@ -248,10 +248,15 @@ class Rounds:
                 self._repairer.doubts[fragment] = member.in_doubt
             if member.astray:
                 self._repairer.astray.add(fragment)
-            # Rounds that follow each other closely may use it whenever this peer looks.
-            if self.active and self._repairer.wanted:
-                self._tasks.spawn(self._repairer.repair(), "repair")
+            self._fetch_stale()
         return False
+
+    def _fetch_stale(self) -> None:
+        """Begin at a round's end: those that follow closely may use it whenever this peer looks."""
+        this = asyncio.current_task()
+        going_on = self.active and not (this is not None and this.cancelling())
+        if going_on and self._repairer.wanted:
+            self._tasks.spawn(self._repairer.repair(), "repair")
 
     async def _stranger(self, leader: str, invite: Invite) -> str:
         """Return why a leader is none, or an empty string.

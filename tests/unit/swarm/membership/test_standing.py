@@ -36,6 +36,18 @@ def test_what_was_seen_of_a_peer_is_known_after_a_restart(tmp_path: Path) -> Non
     assert Standing("another", path).trusts("liar", lambda: 0.0)
 
 
+def test_peers_may_come_while_another_thread_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    standing = Standing("run")
+    standing.observe("one", 1, rejected=False)
+
+    def knows(_: Standing, peer_id: str) -> bool:
+        standing.observe(f"{peer_id} and another", 1, rejected=False)
+        return False
+
+    monkeypatch.setattr(Standing, "knows", knows)
+    assert not standing.knows_anybody("me")
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", '{"run": "run"}', '{"run": "run", "peers": {"p": {"accepted": "many"}}}',
