@@ -44,6 +44,14 @@ class Losses:
         if math.isfinite(loss):
             self._seen.append(loss)
 
+    def grew(self, before: float, after: float) -> None:
+        """Hear what this peer's own steps made of the loss: no merge is to blame if they raise it.
+
+        Without this, whoever learns too few texts by heart would refuse all merges in the end.
+        """
+        if after > before:
+            self._seen = deque((loss + after - before for loss in self._seen), maxlen=LATELY)
+
     def objection(self, after: float, before: float, *, close: bool = False) -> str:
         """Return why a merge that changes the loss like this is not taken, or an empty string.
 

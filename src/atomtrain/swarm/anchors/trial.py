@@ -106,6 +106,12 @@ class Trial:
             self._store.begin_again(access)
         return self.loss()
 
+    def _loss_before(self, access: FragmentAccess) -> float:
+        """Return the same; what has changed since the last trial is due to this peer's steps."""
+        loss = self._sound_loss(access)
+        self._losses.grew(self._last, loss)
+        return loss
+
     def objection(self, before: float) -> str:
         """Return why the model as it is now is worse than another one was, if it is."""
         after = self.loss()
@@ -138,7 +144,7 @@ class Trial:
             return self._look_back(access) if due else ""
         if self._good and (why := self._look_back(access)):
             return why  # what this round has made may be made of what was given up
-        before = self._sound_loss(access)
+        before = self._loss_before(access)
         why = self._attempt([merge], access, before)
         if why:
             self._count(merge.fragment)
@@ -181,6 +187,7 @@ class Trial:
         given_up = [(f, self._store.anchor(f).stamp) for f in good]
         moved = self._move(back, access)
         then = self._judged(moved, access)
+        self._losses.grew(self._last, then)
         helped = bool(self._losses.objection(now, then))
         self._settle(moved, access, keep=helped)
         self._keep(then if helped else now)
@@ -230,7 +237,7 @@ class Trial:
                 if reason:
                     self._refuse(merge, reason)
             return [reason or next(tried) for reason in far]
-        before = self._sound_loss(access)
+        before = self._loss_before(access)
         odd = frozenset(m.fragment for m in merges if self._odd(m))
         why = self._attempt(merges, access, before, odd)
         last = self._is_last(coming=coming)

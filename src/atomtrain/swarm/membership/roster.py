@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -94,8 +95,8 @@ class Roster:
         self._late: dict[str, int] = {}
         self._doubted: set[str] = set()
         """Whose present record claims what cannot be."""
-        self._refused: dict[str, None] = {}
-        """Digests of anchors that did harm; the last comes last."""
+        self._refused: dict[str, float] = {}
+        """By digest of an anchor that did harm: until when that counts; the last comes last."""
         self._told: set[str] = set()
         """Of whom the log has been told why nothing that they say counts."""
         self.of_another: frozenset[str] = frozenset()
@@ -165,18 +166,19 @@ class Roster:
         claims = (limit.refusal(stamp) for stamp in record.stamps if stamp is not None)
         if refusal := next(filter(None, claims), ""):
             self._tell(record.peer_id, f"it claims an anchor of {refusal}")
-        return bool(refusal) or any(s is not None and s.digest in self._refused
-                                    for s in record.stamps)  # fmt: skip
+        refused = self.refused
+        return bool(refusal) or any(s is not None and s.digest in refused for s in record.stamps)
 
     @property
     def refused(self) -> Collection[str]:
         """Digests of the anchors that this peer will not have."""
-        return self._refused.keys()
+        now_s = self._age.now_s
+        return {digest for digest, until_s in self._refused.items() if now_s < until_s}
 
-    def refuse(self, digest: str) -> None:
-        """Remember an anchor that did harm: who claims it counts as gone for as long as it does."""
+    def refuse(self, digest: str, for_s: float = math.inf) -> None:
+        """Remember for so long an anchor that did harm: who claims it counts as gone meanwhile."""
         self._refused.pop(digest, None)
-        self._refused[digest] = None
+        self._refused[digest] = self._age.now_s + for_s
         while len(self._refused) > _REFUSED_MAX:
             del self._refused[next(iter(self._refused))]
         self._look()
@@ -208,6 +210,11 @@ class Roster:
         """Say whether there is a record of this peer, and nothing failed with it since."""
         record = self._records.get(peer_id)
         return record is not None and self.reachable(record)
+
+    def trains(self, peer_id: str) -> bool:
+        """Say whether a peer takes part in rounds, by its record."""
+        record = self._records.get(peer_id)
+        return record is not None and record.state == TRAINING
 
     @property
     def members(self) -> dict[str, tuple[str, ...]]:

@@ -64,6 +64,8 @@ _STREAMS, _STREAMS_EACH = 1024, 128
 _MET_AT_ONCE = 64
 _DIALLED_AT_ONCE = 32
 """Peers that are dialled because they ask for it, each at one address of its own choice."""
+_GIVEN_UP_S = 5.0
+"""How long what a round has made is not wanted, once it did harm here."""
 _PAUSE_BEATS = 8.0
 _OPENING = (
     Accuse, AskCertificate, AskManifest, AskStatus, Ping, AskDial, HoldOn, RelayTo, TakeCall,
@@ -193,11 +195,18 @@ class Service:
             self.context.certified.sign(anchor.origin.unsigned)
 
     def on_refusal(self, refusal: Refusal) -> None:
-        """Hear that an anchor did harm, and was not taken."""
-        roster = self.context.roster
-        if refusal.donor and refusal.stamp.digest not in roster.refused:
-            roster.bar(refusal.donor)
-        roster.refuse(refusal.stamp.digest)
+        """Hear that an anchor did harm, and was not taken.
+
+        What a round has made did less harm, or none, to those who were in it and kept it. Where
+        they are the larger part, this peer has to come back to them.
+        """
+        roster, digest = self.context.roster, refusal.stamp.digest
+        if not refusal.donor:
+            roster.refuse(digest, _GIVEN_UP_S)
+        else:
+            if digest not in roster.refused:
+                roster.bar(refusal.donor)
+            roster.refuse(digest)
         self._publish_soon.set()  # the anchor that this peer goes on from may be a new one
 
     # Membership -----------------------------------------------------------------------------
@@ -378,7 +387,9 @@ class Service:
 
     async def _answer_question(self, channel: Channel, message: Message) -> None:
         """Answer what wants nothing but an answer."""
-        if isinstance(message, AskManifest | AskAnchor):
+        if isinstance(message, AskManifest | AskAnchor) and not self.context.roster.trains(
+            channel.remote
+        ):
             self._rounds.newcomers.hear()
         if isinstance(message, AskManifest):
             await send_manifest(channel, self.context)

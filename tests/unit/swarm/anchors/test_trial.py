@@ -479,6 +479,34 @@ def test_rounds_that_are_judged_together_cost_the_momentum_together() -> None:
     assert peer.store.anchor(0).values is good.values
 
 
+@pytest.mark.parametrize("judged_s", [0.0, 0.03], ids=["each", "together"])
+def test_no_merge_is_to_blame_for_what_this_peer_learns_by_heart(judged_s: float) -> None:
+    """Its own steps raise the loss from 1 to 5, and each round makes it worse by a hundredth."""
+    steps = [0]
+    peer = Peer()
+    _, rounds, _ = timed(
+        judged_s, 1.0, lambda: 1.0 + 0.1 * steps[0] + 0.1 * peer.model.loss(), peer
+    )
+    for _ in range(40):
+        steps[0] += 1
+        assert rounds([peer.store.anchor(0).values + 0.1]) == [""]
+    assert peer.refusals == []
+
+
+@pytest.mark.parametrize("judged_s", [0.0, 0.03], ids=["each", "together"])
+def test_merges_that_raise_the_loss_are_refused_whatever_this_peer_learns(judged_s: float) -> None:
+    steps = [0]
+    peer = Peer()
+    _, rounds, _ = timed(
+        judged_s, 1.0, lambda: 1.0 + 0.02 * steps[0] + 0.3 * peer.model.loss(), peer
+    )
+    for _ in range(30):
+        steps[0] += 1
+        rounds([peer.store.anchor(0).values + 0.5])
+    assert peer.refusals
+    assert float(peer.store.anchor(0).values.mean()) < 5.0, "of the 15 that all together make"
+
+
 # Several fragments
 
 

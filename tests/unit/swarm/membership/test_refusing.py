@@ -17,7 +17,7 @@ from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.rounds.leader_state import LeaderRound, RoundCall
 from atomtrain.swarm.transport.messages import Begin, Invite, Ready
-from tests.support.swarm_virtual import SimulatedPeer
+from tests.support.swarm_virtual import SimulatedPeer, Simulation
 from tests.unit.swarm.membership.test_claims import forged, lie, quiet
 from tests.unit.swarm.membership.test_membership import ALICE, MALLORY, record_of
 
@@ -61,6 +61,19 @@ def test_who_claims_a_refused_anchor_counts_as_gone_as_long_as_it_does() -> None
     assert roster.trusts(MALLORY.peer_id)
 
 
+def test_what_a_round_has_made_is_refused_for_a_moment() -> None:
+    clock = Clock()
+    roster = known(clock)
+    roster.refuse(HARM.digest, 5.0)
+    clock.now_s += 4.9
+    roster.update(records(HARM, 2.0))
+    assert not roster.trusts(MALLORY.peer_id)
+    clock.now_s += 0.2
+    roster.update(records(HARM, 3.0))
+    assert roster.trusts(MALLORY.peer_id)
+    assert not roster.refused
+
+
 def test_who_gave_it_is_asked_again_later_and_later() -> None:
     clock = Clock()
     roster = known(clock)
@@ -81,7 +94,7 @@ def test_as_many_refusals_are_remembered_as_may_be(monkeypatch: pytest.MonkeyPat
     roster = known(Clock())
     for digest in ("a", "b", "c", "a", "d"):
         roster.refuse(digest)
-    assert list(roster.refused) == ["c", "a", "d"]
+    assert sorted(roster.refused) == ["a", "c", "d"]
 
 
 def test_a_leader_averages_without_who_is_on_a_refused_anchor() -> None:
@@ -119,6 +132,33 @@ def test_nobody_follows_fetches_or_asks_for_what_did_harm() -> None:
         assert "liar" not in a.service.context.group(7)
         with pytest.raises(BadMessage, match="done harm here"):
             await a.service._repairer.fetcher.fetch_from("liar", 0)
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_that_undoes_what_its_rounds_made_comes_back_to_the_others(seed: int) -> None:
+    """Two that see nobody else wait for it with what it undid, which stays what they have."""
+
+    async def scenario() -> None:
+        simulation = Simulation((5, 9, 12), seed, local_steps_per_round=3)
+        network, was = simulation.network, simulation.network.connected
+        network.connected = (  # type: ignore[method-assign]
+            lambda one, other: {one, other} != {"b", "c"} and was(one, other)
+        )
+        a, *_ = [await simulation.add(name, step_s=0.3) for name in "abc"]
+        await asyncio.sleep(20)
+        losses = [1.0, 2.0] * 6
+        judge = lambda: losses.pop(0) if losses else 1.0  # noqa: E731
+        a.service.context.mailbox.use_judge(judge, lambda: 0.0)
+        while losses:
+            await asyncio.sleep(0.1)
+        assert "refused" in {report.outcome for report in a.reports}
+        told = len(a.reports)
+        await asyncio.sleep(30)
+        met = {peer for report in a.reports[told:] for peer in report.contributors}
+        assert met == {"a", "b", "c"}
+        assert await simulation.settle(120)
 
     run_virtual(scenario)
 
