@@ -210,7 +210,7 @@ def haunt(swarm: Swarm) -> None:
         await asyncio.sleep(1e6)
         return False
 
-    def consider(message: Propose) -> Proposed:
+    async def consider(proposer: str, message: Propose) -> Proposed:
         return Proposed(accepted=True, round_index=message.round_index, reason="")
 
     rounds.follow = follow  # type: ignore[method-assign]

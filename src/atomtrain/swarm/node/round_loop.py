@@ -206,15 +206,19 @@ class Rounds:
         await mine.send(context.opening(context.peer_id))
         return mine
 
-    def consider(self, message: Propose) -> Proposed:
+    async def consider(self, proposer: str, message: Propose) -> Proposed:
         """Answer a proposal, and lead the round if it is due."""
-        agenda = self._context.agenda
+        agenda, roster = self._context.agenda, self._context.roster
+        if not roster.trains(proposer):
+            roster.update(await self._context.directory.records())
         agenda_is_free = agenda.running is None and self._leading is None
         reason = ""
         if not agenda_is_free and not agenda.is_over(message.round_index):
             reason = "a round is under way"
         elif refusal := agenda.refusal(message.round_index):
             reason = refusal
+        elif not roster.trains(proposer):  # it would not be invited, and the round be over for it
+            reason = "there is no record yet by which its proposer trains"
         else:
             self._lead(message.round_index)
         return Proposed(accepted=not reason, round_index=agenda.next_round, reason=reason)

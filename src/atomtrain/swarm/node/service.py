@@ -407,7 +407,7 @@ class Service:
         elif isinstance(message, Ping):
             await send_pong(channel, self.context, message)
         elif isinstance(message, Propose):
-            answer = self._rounds.consider(message)
+            answer = await self._rounds.consider(channel.remote, message)
             if answer.accepted:
                 self._bounds.called_for(channel)
             await channel.send(answer)

@@ -121,7 +121,7 @@ def test_a_ghost_is_hardly_invited_and_comes_back() -> None:
             await asyncio.sleep(1e6)
             return False
 
-        def consider(message: Propose) -> Proposed:
+        async def consider(proposer: str, message: Propose) -> Proposed:
             return Proposed(accepted=True, round_index=message.round_index, reason="")
 
         false: dict[str, Any] = {"follow": follow, "consider": consider}

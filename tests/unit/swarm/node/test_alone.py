@@ -9,7 +9,9 @@ import pytest
 
 from atombench.virtual.clock import run_virtual
 from atomtrain.swarm.catchup.joining import ask_manifest
+from atomtrain.swarm.membership.records import JOINING, TRAINING
 from atomtrain.swarm.node.newcomers import Newcomers
+from atomtrain.swarm.transport.messages import Propose
 from tests.support.swarm_virtual import SimulatedPeer, Simulation
 
 
@@ -67,6 +69,32 @@ def test_who_leaves_makes_nothing_alone() -> None:
         await asyncio.sleep(5)
         assert not peer.service.in_rounds
         assert context.mailbox.stamp(0) == before
+
+    run_virtual(scenario)
+
+
+def test_who_is_not_seen_to_train_yet_leads_nobody_into_a_round_without_it() -> None:
+    """The round would be over for the one that was asked, and the other would wait for it."""
+
+    async def scenario() -> None:
+        simulation = Simulation((20,), seed=1, local_steps_per_round=100_000)
+        for name in ("a", "b"):
+            await simulation.add(name, step_s=0.5)
+        await asyncio.sleep(10)
+        a, b = (simulation.peers[name].service for name in "ab")
+        rounds, proposal = a._rounds, Propose(round_index=a.context.agenda.next_round)
+        b.state = JOINING
+        await b._publish()
+        a.context.roster.update(await a.context.directory.records())
+        answer = await rounds.consider("b", proposal)
+        assert (answer.accepted, answer.round_index) == (False, proposal.round_index)
+        assert not rounds.under_way
+        b.state = TRAINING
+        await b._publish()
+        assert (await rounds.consider("b", proposal)).accepted, "its record is there, unseen"
+        await asyncio.sleep(3)
+        [report] = simulation.peers["b"].reports
+        assert report.contributors == ("a", "b")
 
     run_virtual(scenario)
 
