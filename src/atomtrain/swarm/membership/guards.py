@@ -103,11 +103,13 @@ class Guard:
         The measure is `usual_rms`, the root mean square of the fragment's last mean, or that of
         this peer's own contribution if it is larger, in proportion to the tokens of the others.
         Without a last mean the anchor's size stands in for it, and with a zero anchor nothing is
-        judged: a peer that learns little must not veto the rest.
+        judged: a peer that learns little must not veto the rest. Nor must one that has learnt
+        nothing since: where all are about where they want to be, their changes differ and the last
+        mean was next to nothing.
         """
-        if not self.limit or not usual_rms:
+        if not self.limit or not usual_rms or not own_weight:
             return False
-        own_share = own_rms * max(weights) / own_weight if own_weight else 0.0
+        own_share = own_rms * max(weights) / own_weight
         return mean_rms > self.limit * max(usual_rms, own_share)
 
     def mean_of(
