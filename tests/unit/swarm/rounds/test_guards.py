@@ -71,7 +71,6 @@ def test_a_mean_far_above_what_is_usual_is_not_taken() -> None:
     assert not guard.mean_too_large(11.0, 0.0, 2.0, 5, [5, 5]), "little learnt, no veto"
     assert not guard.mean_too_large(11.0, 1.0, 0.0, 5, [5, 5]), "nothing to compare with"
     assert not guard.mean_too_large(11.0, 0.0, 1.0, 0, [0, 5]), "nothing learnt, no veto"
-    assert guard.mean_too_large(11.0, 1.0, 1.0, 0, [0, 5])
     standing = Standing()
     assert standing.usual_rms(0) == 0.0
     standing.observe_means(0, 40, 360.0)
