@@ -117,8 +117,7 @@ def test_low_bit_rounds_agree_and_lose_nothing(wire: str) -> None:
         assert simulation.check_means() > 30
         for peer in simulation.peers.values():
             assert peer.service.context.mailbox.store.residual(0) is not None
-        # float32 would take 2/3 of 2800, twice, beside 3 kB of messages and signatures.
-        bytes_sent = averaged[0].bytes_sent
-        assert bytes_sent < 4100
+        # float32 would take 2/3 of 2800, twice, beside 5 kB of messages and signatures.
+        assert max(r.bytes_sent for r in averaged if r.fragment == 0) < 7500
 
     run_virtual(scenario)
