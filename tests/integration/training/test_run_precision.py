@@ -94,7 +94,7 @@ def test_peers_of_unlike_precision_train_one_run(own: str, monkeypatch: pytest.M
     shared = {
         **COMMON,
         "data": ("text.txt",),
-        "steps": 30,
+        "steps": 120,  # they may begin before either has seen that the other one trains
         "local_steps": 2,
         "directory": Path("r"),
     }
