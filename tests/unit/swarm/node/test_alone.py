@@ -73,6 +73,26 @@ def test_who_leaves_makes_nothing_alone() -> None:
     run_virtual(scenario)
 
 
+def test_members_that_fetch_something_are_no_newcomers() -> None:
+    async def scenario() -> None:
+        simulation = Simulation((20,), seed=1)
+        for name in ("a", "b"):
+            await simulation.add(name, step_s=0.5)
+        await asyncio.sleep(60)
+        newcomers = simulation.peers["a"].service._rounds.newcomers
+        newcomers.forget()
+        for context, comes in (
+            (simulation.peers["b"].service.context, False),
+            (SimulatedPeer(simulation, "c", 0.5).service.context, True),
+        ):
+            channel = await context.transport.open("a")
+            await ask_manifest(channel, context.admission, 5.0)
+            channel.close()
+            assert newcomers.coming == comes
+
+    run_virtual(scenario)
+
+
 def test_who_is_not_seen_to_train_yet_leads_nobody_into_a_round_without_it() -> None:
     """The round would be over for the one that was asked, and the other would wait for it."""
 
