@@ -155,10 +155,12 @@ class Roster:
 
     def _look(self) -> None:
         """See anew whose record claims what does not count."""
-        limit = self._age.limit
-        self._doubted = {r.peer_id for r in self._records.values() if self._doubts(r, limit)}
+        limit, refused = self._age.limit, self.refused
+        self._doubted = {
+            r.peer_id for r in self._records.values() if self._doubts(r, limit, refused)
+        }
 
-    def _doubts(self, record: PeerRecord, limit: Limit) -> bool:
+    def _doubts(self, record: PeerRecord, limit: Limit, refused: Collection[str]) -> bool:
         """Say whether a record claims an anchor that does not count for this peer.
 
         One that there cannot be, which the log is told; or one that did harm here.
@@ -166,7 +168,6 @@ class Roster:
         claims = (limit.refusal(stamp) for stamp in record.stamps if stamp is not None)
         if refusal := next(filter(None, claims), ""):
             self._tell(record.peer_id, f"it claims an anchor of {refusal}")
-        refused = self.refused
         return bool(refusal) or any(s is not None and s.digest in refused for s in record.stamps)
 
     @property

@@ -120,6 +120,8 @@ class Rounds:
                     await go_alone(context, self._repairer, agenda.next_round, self._stays_alone)
                 return
             self._lost_s = None
+            if not self.newcomers.coming:
+                self.newcomers.forget()  # those who come later have their time, too
             retry_s = 2 * max(map(context.waits.answer_s, order))  # it invites, too
             leader = agenda.propose_to(order, loop.time(), retry_s)
             if leader == context.peer_id:
