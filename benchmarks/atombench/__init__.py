@@ -121,6 +121,7 @@ REGISTRY: dict[str, Benchmark] = {
         "what liars do to a swarm's loss, and what the defences cost",
         takes=("costs",),
     ),
+    "means": Benchmark("atombench.liars.means", "ways to average, against liars' contributions"),
     "outer": Benchmark(
         "atombench.swarm.outer", "loss of averaged and of poisoned peers at equal tokens"
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -102,14 +102,14 @@ class Learner(VirtualPeer):
 
     def use_judge(self) -> None:
         """Judge merges by the loss on held-out sequences of this peer's own."""
-        inputs, labels = self._how.task.held_out(self._text, _JUDGED_SEQUENCES, self._index)
-
-        def judge() -> float:
-            with torch.no_grad():
-                return float(self.replica.model(inputs, labels).loss)
-
         loop = asyncio.get_running_loop()
-        self.service.context.mailbox.use_judge(judge, loop.time)
+        self.service.context.mailbox.use_judge(lambda: self.judged(self.replica), loop.time)
+
+    def judged(self, replica: Replica) -> float:
+        """Return a model's loss on held-out sequences of this peer's own."""
+        inputs, labels = self._how.task.held_out(self._text, _JUDGED_SEQUENCES, self._index)
+        with torch.no_grad():
+            return float(replica.model(inputs, labels).loss)
 
     def step(self) -> None:
         """Make one optimizer step; the last one ends the training."""
@@ -132,7 +132,18 @@ def spans_of(replica: Replica, how: Learning) -> tuple[Span, ...]:
     return slice_spans(replica.values.numel(), how.fragments)
 
 
-def learnt(how: Learning, text: Tensor, misdeed: str = "", *, defended: bool = True) -> Outcome:
+Averaging = Callable[[Sequence[Learner]], contextlib.AbstractContextManager[None]]
+"""Has honest peers average in another way while it is entered."""
+
+
+def learnt(
+    how: Learning,
+    text: Tensor,
+    misdeed: str = "",
+    *,
+    defended: bool = True,
+    averaging: Averaging | None = None,
+) -> Outcome:
     """Return what comes of a swarm; without a misdeed only its honest peers are there."""
     with contextlib.ExitStack() as stack:
         if not defended:
@@ -141,6 +152,8 @@ def learnt(how: Learning, text: Tensor, misdeed: str = "", *, defended: bool = T
         async def scenario() -> Outcome:
             scene = await _begun(how, text, misdeed, defended=defended)
             watching = asyncio.create_task(scene.watch())
+            if averaging is not None:
+                stack.enter_context(averaging(scene.honest))
             stack.enter_context(scene.lying(misdeed))
             await asyncio.sleep(how.task.steps * _STEP_S)
             await asyncio.sleep(_SETTLED_S)
@@ -176,8 +189,8 @@ class _Scene:
 
     def __init__(self, swarm: VirtualSwarm[Learner], honest: list[str], liars: list[str]) -> None:
         self._swarm, self._liars = swarm, liars
-        self._honest = [swarm.peers[name] for name in honest]
-        self._seen = {peer.name: len(peer.reports) for peer in self._honest}
+        self.honest = [swarm.peers[name] for name in honest]
+        self._seen = {peer.name: len(peer.reports) for peer in self.honest}
         self._first = self._next_round()
         self._noticed: int | None = None
         self._renewing: asyncio.Task[None] | None = None
@@ -209,7 +222,7 @@ class _Scene:
         """Return what all honest peers are about to contribute: mean and deviations."""
         changes = torch.stack([
             peer.fragments[fragment] - peer.service.context.mailbox.store.anchor(fragment).values
-            for peer in self._honest
+            for peer in self.honest
         ])  # fmt: skip
         return changes.mean(dim=0), changes.std(dim=0)
 
@@ -218,12 +231,12 @@ class _Scene:
         return owned._begin.members[owned._index] in self._liars
 
     def _lies_to(self, owned: OwnedSlice, channel: Channel) -> bool:
-        return self._owner_lies(owned) and channel.remote == self._honest[0].name
+        return self._owner_lies(owned) and channel.remote == self.honest[0].name
 
     async def _renew(self) -> None:
         """Write records of peers that are not there, again and again."""
-        context = self._honest[0].service.context
-        record, table = self._honest[0].service.own_record(), self._swarm.network.table("peer0")
+        context = self.honest[0].service.context
+        record, table = self.honest[0].service.own_record(), self._swarm.network.table("peer0")
         while True:
             for ghost in self._liars:
                 false = replace(
@@ -239,7 +252,7 @@ class _Scene:
         self._noticed = max(1, self._next_round() - self._first)
 
     def _is_noticed(self) -> bool:
-        for peer in self._honest:
+        for peer in self.honest:
             roster = peer.service.context.roster
             if any(roster.sees(liar) and not roster.answers(liar) for liar in self._liars):
                 return True
@@ -251,17 +264,17 @@ class _Scene:
         return False
 
     def _next_round(self) -> int:
-        return max(peer.service.context.agenda.next_round for peer in self._honest)
+        return max(peer.service.context.agenda.next_round for peer in self.honest)
 
     def outcome(self) -> Outcome:
         """Return what has come of it."""
-        for peer in self._honest:
+        for peer in self.honest:
             peer.versions()  # raises what ended a trainer
         if self._renewing is not None:
             self._renewing.cancel()
-        said = [{*peer.service.context.standing.all_expelled()} for peer in self._honest]
+        said = [{*peer.service.context.standing.all_expelled()} for peer in self.honest]
         return Outcome(
-            loss=statistics.median(peer.loss() for peer in self._honest),
+            loss=statistics.median(peer.loss() for peer in self.honest),
             noticed_rounds=self._noticed,
             expelled=tuple(sorted(set.intersection(*said).intersection(self._liars))),
             honest_expelled=tuple(sorted(set.union(*said).difference(self._liars))),

@@ -83,11 +83,11 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     per_byte = 1 if codes.dtype == torch.int8 else 2
     block = per_byte * codes.numel() // max(1, scales.numel())
     # The core trusts what it is told; of shapes that do not fit PyTorch says what is wrong.
-    fits = scales.dtype == torch.float32 and 0 < block <= _BLOCK and block % per_byte == 0
+    fits = scales.dtype in GRADIENTS and 0 < block <= _BLOCK and block % per_byte == 0
     fits &= codes.shape[0] == scales.shape[0] and block * scales.numel() == per_byte * codes.numel()
     if core is None or not real or dtype not in GRADIENTS or not fits:
         return dequantise_in_torch(codes, scales, dtype)
-    codes, scales = codes.contiguous(), scales.contiguous()
+    codes, scales = codes.contiguous(), scales.float().contiguous()
     out = torch.empty((codes.shape[0], per_byte * codes.shape[1]), dtype=dtype)
     levels = address(_levels_for(codes)) if per_byte == 2 else None
 

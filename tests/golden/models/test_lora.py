@@ -19,6 +19,7 @@ from atomtrain.data.sampler import Batch
 from atomtrain.engine.api import swap
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError
+from atomtrain.models import quantised
 from atomtrain.models.hugging_face import build, read_config
 from atomtrain.models.lora import adapted_layers, add_adapters, begun_layers, merged
 from atomtrain.models.lora_config import LoraConfig
@@ -205,6 +206,18 @@ def test_compiled_and_pytorch_make_the_same_wide_weights(
         assert same_bits(wide, dequantise_in_torch(codes, scales, dtype))
     monkeypatch.setattr(library, "core", lambda: None)
     assert same_bits(dequantise(codes, scales, dtype), wide)
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_core_takes_scales_as_each_precision_keeps_them(
+    monkeypatch: pytest.MonkeyPatch, bits: int, kept: torch.dtype
+) -> None:
+    codes, scales = quantise(torch.randn(5, 128), bits)
+    scales = scales.to(kept)
+    expected = dequantise_in_torch(codes, scales, torch.bfloat16)
+    monkeypatch.delattr(quantised, "dequantise_in_torch")
+    assert same_bits(dequantise(codes, scales, torch.bfloat16), expected)
 
 
 def test_each_byte_of_4_bits_is_two_levels() -> None:

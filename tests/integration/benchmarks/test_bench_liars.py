@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from atombench.common import BenchmarkOptions, report
-from atombench.liars import liars
+from atombench.liars import liars, means
 from atombench.liars.costs import CostsSetup
 from atombench.liars.learners import ALL, GHOSTS
 from atombench.liars.liars import QUICK, LiarsSetup
+from atombench.liars.means import MEANS, MeansSetup
 from atomtrain.errors import ConfigError
 
 _COSTS = CostsSetup(fragment_elements=50_000, members=(4,), audits=20, width=32)
@@ -78,3 +79,21 @@ def test_rows_are_kept_one_by_one_and_costs_are_measured_without_them(
     other = LiarsSetup(learning=QUICK.learning, misdeeds=("nothing",), costs=_COSTS)
     with pytest.raises(ConfigError, match="of the same inputs"):
         liars.run(again, other)
+
+
+def test_ways_to_average_are_compared(tmp_path: Path) -> None:
+    out, misdeeds = tmp_path / "means.json", ("sign flipped", "noise")
+    setup = MeansSetup(learning=QUICK.learning, misdeeds=misdeeds)
+    result = means.run(BenchmarkOptions(out=out), setup)
+    assert json.loads(out.read_text())["rows"] == result["rows"]
+    rows = {row["mean"]: row for row in result["rows"]}
+    assert [*rows] == [*MEANS]
+    assert len({row["loss_without"] for row in rows.values()}) >= len(MEANS) - 1, (
+        "each is another way; a geometric median may be the plain mean, nearly"
+    )
+    for row in rows.values():
+        assert row["loss_without"] < 1.1 * rows["plain"]["loss_without"], "rounds go on"
+        assert {*row["losses"]} == {*misdeeds}
+        assert row["worst_loss"] == row["losses"][row["worst_misdeed"]]
+    worst = {mean: row["worst_loss"] for mean, row in rows.items()}
+    assert worst["clipped"] < worst["plain"]
