@@ -231,13 +231,14 @@ def read_config(source: Path) -> HuggingFaceConfig:
     )
 
 
-def read_quantisation(folder: Path) -> dict[str, Any] | None:
-    """Return what a folder's `config.json` says of how its weights were quantised; `None` if wide.
+def read_quantisation(source: Path) -> dict[str, Any] | None:
+    """Return what a model's folder (or its `config.json` alone) says of how its weights were
+    quantised; `None` if they are wide.
 
     Raises:
         ConfigError: it cannot be read, or the method is not known.
     """
-    file = folder / CONFIG_FILE
+    file = source / CONFIG_FILE if source.is_dir() else source
     stored = _read_json(file)
     return quantisation_of(stored, str(file)) or quantisation_of(
         stored.get("text_config"), str(file)

@@ -43,6 +43,8 @@ from atomtrain.models.narrow import (
     NarrowParameter,
     experts_of,
     frozen,
+    is_transposed,
+    narrowed,
     narrowing,
     put_beside,
 )
@@ -55,7 +57,8 @@ class ExpertAdapter(nn.Module):
     def __init__(self, base: Tensor, config: LoraConfig, *, transposed: bool) -> None:
         super().__init__()
         self.scale, self.transposed, self.experts = config.scale, transposed, base.shape[0]
-        self.narrow = None if config.bits is None else NarrowParameter(base, config.bits)
+        few = config.bits is not None
+        self.narrow = narrowed(base, config, transposed=transposed) if few else None
         inputs, outputs = base.shape[1:] if transposed else base.shape[:0:-1]
         made: dict[str, Any] = {"bias": False, "device": base.device, "dtype": base.dtype}
         self.lora_A = nn.Linear(inputs, config.r * self.experts, **made)
@@ -92,11 +95,6 @@ def adapt(module: nn.Module, name: str, config: LoraConfig) -> None:
     """
     adapter = ExpertAdapter(module.get_parameter(name), config, transposed=is_transposed(module))
     put_beside(module, name, adapter, instead=config.bits is not None)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether a module's experts are `[E, I, O]`, as peft tells it."""
-    return bool(getattr(module, "is_transposed", False))
 
 
 def merged_experts(
@@ -237,7 +235,7 @@ def add_adapters(model: nn.Module, config: LoraConfig, *, in_tower: bool = False
         else:
             adapt(module, last, own)
     if config.bits is not None:
-        narrow.narrow(model, config.bits, but={_weight_of(*target) for target in targets})
+        narrow.narrow(model, config, but={_weight_of(*target) for target in targets})
     if (head := head_of(model)) is not None:
         head.requires_grad_(True)
     for module in saved.values():

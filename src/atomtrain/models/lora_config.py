@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from atomtrain.errors import ConfigError, nearest
@@ -16,6 +16,7 @@ from atomtrain.errors import ConfigError, nearest
 ALL_LINEAR = "all-linear"
 BITS = (8, 4)
 """Of a frozen matrix that is held narrow."""
+NF4, MXFP4 = "nf4", "mxfp4"
 NOTHING, PISSA, OLORA = "nothing", "pissa", "olora"
 """How adapters begin; `pissa_niter_16` is another, with any number. See `models/lora_init.py`."""
 _ROUNDS = re.compile(rf"{PISSA}_niter_([1-9]\d{{0,3}})")
@@ -46,6 +47,9 @@ class LoraConfig:
     bits: int | None = None
     """Hold the frozen linear layers and experts in 8 or 4 bits, adapted or not; `None`: as they
     are. See `models/narrow.py`."""
+    experts: str = NF4
+    """What 4 bits of experts mean: `nf4`, or `mxfp4` where the model's folder has them so. The
+    folder decides, not the user."""
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that are trained themselves, with all that is in them: the last one, or the
     end of a path such as `mlp.gate`."""
@@ -78,6 +82,13 @@ class LoraConfig:
             )
         if self.bits is not None and self.bits not in BITS:
             raise ConfigError(f"--lora bits={self.bits} must be 8 or 4")
+        if self.experts not in (NF4, MXFP4):
+            raise ConfigError(f"--lora experts={self.experts} must be {NF4} or {MXFP4}")
+
+    def published_as(self, method: str | None) -> LoraConfig:
+        """Return this for the experts of a folder that is quantised by a method; `None`: it is
+        not."""
+        return replace(self, experts=MXFP4) if self.bits == 4 and method == MXFP4 else self
 
     @property
     def scale(self) -> float:
@@ -109,7 +120,7 @@ def parse_lora(text: str) -> LoraConfig:
     Raises:
         ConfigError: an unknown or missing value; says what is known.
     """
-    known = [field.name for field in fields(LoraConfig)]
+    known = [*_VALUES]
     values: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")

@@ -18,8 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.models.heads import head_of
+from atomtrain.models.lora_config import MXFP4, LoraConfig
 from atomtrain.models.lora_saved import is_within
-from atomtrain.models.quantised import empty_quantised, quantise, quantised_linear, wide
+from atomtrain.models.quantised import (
+    MX_BLOCK,
+    empty_mxfp4,
+    empty_quantised,
+    quantise,
+    quantised_linear,
+    to_mxfp4,
+    wide,
+)
 
 _BESIDE = "expert_lora"
 """The name under which a module has what stands beside its parameters: adapters, codes."""
@@ -67,27 +76,47 @@ class NarrowLinear(MadeWide):
 
 
 class NarrowParameter(nn.Module):
-    """A frozen parameter `[..., I]` in few bits: the experts of a layer, or a matrix."""
+    """A frozen parameter `[..., I]` in few bits: the experts of a layer, or a matrix.
 
-    def __init__(self, base: Tensor, bits: int) -> None:
+    In MXFP4 experts are `[E, I, O]`, and lie as they are published, output by output.
+    """
+
+    def __init__(self, base: Tensor, bits: int, *, mxfp4: bool = False) -> None:
         super().__init__()
-        self.shape, self.bits = base.shape, bits
-        rows = base.shape[:-1].numel()  # those of all experts, one below the other
-        self.codes, self.scales = map(frozen, empty_quantised(rows, base.shape[-1], bits, base))
+        self.bits, self.mxfp4 = bits, mxfp4
+        self.shape = base.mT.shape if mxfp4 else base.shape  # as it lies
+        rows = self.shape[:-1].numel()  # those of all experts, one below the other
+        inputs = self.shape[-1]
+        room = (
+            empty_mxfp4(rows, inputs, base) if mxfp4 else empty_quantised(rows, inputs, bits, base)
+        )
+        self.codes, self.scales = map(frozen, room)
 
     def current(self, _: Tensor | None, dtype: torch.dtype | None) -> Tensor:
         """Return it made wide, in the type that its module computes in."""
         assert dtype is not None, "the module is called without a tensor of floats"
-        made: Tensor = wide(self.codes, self.scales, dtype)
-        return made.view(self.shape)
+        made: Tensor = wide(self.codes, self.scales, dtype).view(self.shape)
+        return made.mT if self.mxfp4 else made
 
     def beginning(self, read: Callable[[], Tensor], _: str) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values of what is held; `read` returns the parameter, float32."""
         weight = read()
         parts = weight if weight.ndim > 2 else weight[None]  # what is made meanwhile is large
-        packed = [quantise(part, self.bits) for part in parts]
+        packed = [to_mxfp4(part.mT) if self.mxfp4 else quantise(part, self.bits) for part in parts]
         yield "codes", torch.cat([each.codes for each in packed])
         yield "scales", torch.cat([each.scales for each in packed])
+
+
+def narrowed(base: Tensor, config: LoraConfig, *, transposed: bool) -> NarrowParameter:
+    """Return room for a parameter in the bits that `config` says."""
+    assert config.bits is not None
+    mxfp4 = config.experts == MXFP4 and transposed and base.ndim == 3
+    return NarrowParameter(base, config.bits, mxfp4=mxfp4 and base.shape[1] % MX_BLOCK == 0)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a module's experts are `[E, I, O]`, as peft tells it."""
+    return bool(getattr(module, "is_transposed", False))
 
 
 class _Beside(nn.Module):
@@ -162,17 +191,19 @@ class Narrowing(NamedTuple):
     wide: dict[str, str]
     """Why others stay as they are, by the parameter's name."""
 
-    def narrow(self, model: nn.Module, bits: int, but: Collection[str]) -> None:
-        """Hold all matrices `but` some in so many bits, in place."""
+    def narrow(self, model: nn.Module, config: LoraConfig, but: Collection[str]) -> None:
+        """Hold all matrices `but` some in the bits that `config` says, in place."""
+        assert config.bits is not None
         for name, module in self.matrices.items():
             if name in but:
                 continue
             path, _, own = name.rpartition(".")
             if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
                 parent, _, last = path.rpartition(".")
-                setattr(model.get_submodule(parent), last, NarrowLinear(module, bits))
+                setattr(model.get_submodule(parent), last, NarrowLinear(module, config.bits))
             else:
-                made = NarrowParameter(module.get_parameter(own), bits)
+                base, transposed = module.get_parameter(own), is_transposed(module)
+                made = narrowed(base, config, transposed=transposed)
                 put_beside(module, own, made, instead=True)
 
     def told(self, bits: int) -> str | None:

@@ -3,6 +3,10 @@
 A matrix `[O, I]` is cut into blocks of at most 64 inputs; each block has a float32 scale, its
 largest absolute value. 8 bits are equal steps of 1/127 of it. 4 bits are indices of the 16 levels
 of NF4, the quantiles of a normal distribution (Dettmers et al. 2023, appendix E).
+
+4 bits of MXFP4 (OCP Microscaling, 2023) are numbers e2m1, in blocks of 32 inputs whose scale is a
+power of two, kept as its exponent plus 127. What is published so is held without loss. Scales of
+one byte tell it from NF4.
 """
 
 from __future__ import annotations
@@ -27,13 +31,20 @@ _NF4 = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
+MX_BLOCK = 32
+"""Inputs of a block of MXFP4."""
+_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_SIZES, *(-size for size in _SIZES))
+"""What the 16 codes of MXFP4 mean."""
+_LARGEST_EXPONENT = 2
+"""Of `E2M1`: its largest level is 1.5 times four."""
 
 
 class Quantised(NamedTuple):
     """A matrix in few bits."""
 
     codes: Tensor  # [O, I] int8, or [O, I/2] uint8 with the earlier input in the low half
-    scales: Tensor  # [O, I/block] float32
+    scales: Tensor  # [O, I/block] float32, or uint8 in MXFP4
 
 
 def block_of(inputs: int) -> int:
@@ -72,6 +83,33 @@ def quantise(weight: Tensor, bits: int) -> Quantised:
     return Quantised(indices[:, ::2] | (indices[:, 1::2] << 4), scales)
 
 
+def empty_mxfp4(rows: int, inputs: int, like: Tensor) -> Quantised:
+    """Return room for a matrix in MXFP4 on the device of another; `inputs` divide by 32."""
+    codes = like.new_empty((rows, inputs // 2), dtype=torch.uint8)
+    return Quantised(codes, like.new_empty((rows, inputs // MX_BLOCK), dtype=torch.uint8))
+
+
+def to_mxfp4(weight: Tensor) -> Quantised:
+    """Return `[O, I]` float32 in MXFP4: the same numbers, if they were made of it.
+
+    A block's largest number gets the largest exponent of e2m1. The codes may differ from published
+    ones: those of a block whose numbers are small for its scale have smaller steps here.
+    """
+    blocks = weight.float().contiguous().unflatten(1, (-1, MX_BLOCK))
+    _, exponent = torch.frexp(blocks.abs().amax(-1))  # of a number in [0.5, 1)
+    kept = (exponent - 1 - _LARGEST_EXPONENT + 127).clamp(0, 254).to(torch.uint8)
+    unit = (blocks / exponents(kept)[..., None]).flatten(1)
+    levels = torch.tensor(_SIZES)
+    indices = torch.bucketize(unit.abs(), (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
+    indices |= unit.signbit().to(torch.uint8) << 3
+    return Quantised(indices[:, ::2] | (indices[:, 1::2] << 4), kept)
+
+
+def exponents(scales: Tensor) -> Tensor:
+    """Return `2^(byte - 127)` of bytes, float32: scales of E8M0 (OCP Microscaling, 2023)."""
+    return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.to(torch.int32) - 127)
+
+
 def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `[O, I]` in a float type; computed in float32 and rounded once.
 
@@ -83,13 +121,15 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     per_byte = 1 if codes.dtype == torch.int8 else 2
     block = per_byte * codes.numel() // max(1, scales.numel())
     # The core trusts what it is told; of shapes that do not fit PyTorch says what is wrong.
-    fits = scales.dtype in GRADIENTS and 0 < block <= _BLOCK and block % per_byte == 0
+    fits = (
+        scales.dtype in (torch.uint8, *GRADIENTS) and 0 < block <= _BLOCK and block % per_byte == 0
+    )
     fits &= codes.shape[0] == scales.shape[0] and block * scales.numel() == per_byte * codes.numel()
     if core is None or not real or dtype not in GRADIENTS or not fits:
         return dequantise_in_torch(codes, scales, dtype)
-    codes, scales = codes.contiguous(), scales.float().contiguous()
+    levels = address(_levels_for(codes, scales)) if per_byte == 2 else None
+    codes, scales = codes.contiguous(), _factors(scales).contiguous()
     out = torch.empty((codes.shape[0], per_byte * codes.shape[1]), dtype=dtype)
-    levels = address(_levels_for(codes)) if per_byte == 2 else None
 
     def write(begin: int, end: int) -> None:
         core.atom_dequantise(
@@ -110,24 +150,29 @@ def dequantise_in_torch(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Te
         unit = codes.float() / 127
     else:
         halves = torch.stack((codes & 15, codes >> 4), -1).flatten(1)  # [O, I]
-        unit = _levels_for(codes)[halves.int()]
-    blocks = unit.unflatten(1, (scales.shape[1], -1)) * scales[..., None]
+        unit = _levels_for(codes, scales)[halves.int()]
+    blocks = unit.unflatten(1, (scales.shape[1], -1)) * _factors(scales)[..., None]
     out: Tensor = blocks.flatten(1).to(dtype)
     return out
 
 
-def _levels_for(codes: Tensor) -> Tensor:
+def _factors(scales: Tensor) -> Tensor:
+    return exponents(scales) if scales.dtype == torch.uint8 else scales.float()
+
+
+def _levels_for(codes: Tensor, scales: Tensor) -> Tensor:
     """Return the levels where codes are; for real ones always the same tensor, since a GPU makes
     the host wait for each that is made anew."""
+    levels = E2M1 if scales.dtype == torch.uint8 else _NF4
     if type(codes) in (Tensor, nn.Parameter):
-        return _levels_on(codes.device)
-    return torch.tensor(_NF4, device=codes.device)  # of an analysis, which has no data
+        return _levels_on(codes.device, levels)
+    return torch.tensor(levels, device=codes.device)  # of an analysis, which has no data
 
 
 @functools.cache
-def _levels_on(device: torch.device) -> Tensor:
+def _levels_on(device: torch.device, levels: tuple[float, ...]) -> Tensor:
     with uncounted(), torch.inference_mode(False):
-        return torch.tensor(_NF4, device=device)
+        return torch.tensor(levels, device=device)
 
 
 @torch.library.custom_op("atomtrain::wide", mutates_args=())

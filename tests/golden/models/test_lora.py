@@ -26,11 +26,13 @@ from atomtrain.models.lora_config import LoraConfig
 from atomtrain.models.lora_embedding import LoraEmbedding
 from atomtrain.models.quantised import (
     _NF4,
+    E2M1,
     _levels_on,
     dequantise,
     dequantise_in_torch,
     quantise,
     quantised_linear,
+    to_mxfp4,
 )
 from atomtrain.native import library
 from atomtrain.optimizers import AdamW
@@ -220,6 +222,33 @@ def test_the_core_takes_scales_as_each_precision_keeps_them(
     assert same_bits(dequantise(codes, scales, torch.bfloat16), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_mxfp4_is_kept_without_loss_and_made_wide_by_core_and_pytorch_alike(
+    dtype: torch.dtype,
+) -> None:
+    """All codes under all exponents that files may hold; blocks of small and of no numbers, too."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.arange(255)
+    codes = torch.randint(0, 16, (255, 4, 32), generator=generator)
+    for block, most in enumerate((1, 2, 4)):  # levels up to 0, 0.5 and 1.5, of either sign
+        codes[:, block] = codes[:, block] % most + 8 * (codes[:, block] // 8)
+    values = torch.tensor(E2M1)[codes] * 2.0 ** (exponents.double() - 127)[:, None, None]
+    values = values.float().flatten(1)
+    values = values[values.isfinite().all(1)]
+    packed = to_mxfp4(values)
+    assert packed.codes.shape == (len(values), 64)
+    assert packed.scales.dtype == torch.uint8
+    assert same_bits(dequantise(*packed, torch.float32), values)
+    assert same_bits(dequantise_in_torch(*packed, torch.float32), values)
+    assert same_bits(dequantise(*packed, dtype), dequantise_in_torch(*packed, dtype))
+    # Others are rounded to the nearest number that there is, those above it to the largest.
+    drawn = torch.randn(7, 64, generator=generator)
+    near = dequantise(*to_mxfp4(drawn), torch.float32)
+    largest = drawn.unflatten(1, (-1, 32)).abs().amax(-1)
+    assert ((near - drawn).unflatten(1, (-1, 32)).abs() <= 0.26 * largest[..., None]).all()
+    assert (near - drawn).norm() < 0.13 * drawn.norm()
+
+
 def test_each_byte_of_4_bits_is_two_levels() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(1, -1)
     levels = torch.tensor(_NF4)
@@ -235,10 +264,10 @@ def test_levels_on_a_device_are_the_same_memory_whatever_counts_or_infers() -> N
     _levels_on.cache_clear()
     tracker = StorageTracker()
     with tracker, torch.inference_mode():
-        first = _levels_on(torch.device("cpu"))
+        first = _levels_on(torch.device("cpu"), _NF4)
     assert tracker.live_bytes == 0
     assert not first.is_inference()
-    assert _levels_on(torch.device("cpu")) is first
+    assert _levels_on(torch.device("cpu"), _NF4) is first
 
 
 train = partial(train_by_command, memory="2MiB", sequences=4, steps=3)

@@ -39,6 +39,7 @@ from tests.support.hugging_face_models import (
     write_model,
     write_text,
 )
+from tests.support.quantised_folders import write_quantised
 from tests.support.reference import train as resident
 
 pytest.importorskip("transformers")
@@ -86,13 +87,18 @@ def steps() -> list[list[dict[str, torch.Tensor]]]:
         ("qwen3_moe", "all-linear,bits=8", "148KiB"),
         ("qwen3_moe", "q_proj+v_proj,bits=4", "144KiB"),
         ("gpt_oss", "q_proj+down_proj,bits=4", "268KiB"),
+        ("mxfp4", "q_proj+down_proj,bits=4", "400KiB"),
     ],
 )  # fmt: skip
 def test_swapped_adapters_of_experts_are_resident_ones_bit_for_bit(
     kind: str, targets: str, memory: str, tmp_path: Path
 ) -> None:
-    write_model(tmp_path, MIXTURES[kind])
     config = parse_lora(f"r=4,alpha=8,targets={targets}")
+    if kind == "mxfp4":
+        write_quantised(tmp_path, kind)
+        config = config.published_as(kind)
+    else:
+        write_model(tmp_path, MIXTURES[kind])
     expected, model = (adapted(tmp_path, config) for _ in range(2))
     objective = NextToken()
     begun = {name: p.clone() for name, p in model.named_parameters()}
@@ -127,6 +133,7 @@ def test_swapped_adapters_of_experts_are_resident_ones_bit_for_bit(
     assert len(wide) == (3 if config.bits is None else 0)
     held = [m for m in model.modules() if isinstance(m, NarrowParameter)]
     assert len(held) == (0 if config.bits is None else 6)
+    assert all(each.mxfp4 == (kind == "mxfp4") for each in held)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -11,11 +11,17 @@ import torch
 from safetensors.torch import load_file
 
 from atomtrain.analysis.costs.storages import StorageTracker
+from atomtrain.checkpoint import open_checkpoint
 from atomtrain.cli.main import main
 from atomtrain.models.hugging_face import build, read_config
+from atomtrain.models.lora import add_adapters, begun_layers
+from atomtrain.models.lora_config import MXFP4, parse_lora
+from atomtrain.models.narrow import NarrowParameter, adapted_by
 from atomtrain.training.setup.loading import Weights
+from atomtrain.training.setup.state import recipe_of
+from atomtrain.views.plans.subject import subject
 from tests.support.hugging_face_models import saved_tensors, train_by_command, write_text
-from tests.support.quantised_folders import DEEPSEEK, FORMS, write_quantised
+from tests.support.quantised_folders import DEEPSEEK, FORMS, GPT_OSS, write_quantised
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("no_search_for_a_fit")
@@ -146,3 +152,75 @@ def test_adapters_begin_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         merged.append(load_file(f"merged-{name}/model.safetensors"))
     assert merged[0].keys() == merged[1].keys()
     assert all(torch.equal(tensor, merged[1][name]) for name, tensor in merged[0].items())
+
+
+_EXPERTS = "r=2,bits=4,targets=all-linear+experts"
+
+
+@pytest.mark.parametrize("targets", ["experts", "q_proj"])
+def test_experts_in_mxfp4_stay_as_they_are_published(targets: str, tmp_path: Path) -> None:
+    """Codes and scales take what the files take, and mean the same numbers."""
+    write_quantised(tmp_path / "narrow", "mxfp4", tmp_path / "wide")
+    expected, sizes = filled(tmp_path / "wide"), read_config(tmp_path / "narrow")
+    weights, model = Weights(tmp_path / "narrow", sizes), build(sizes)
+    add_adapters(model, parse_lora(f"r=2,bits=4,targets={targets}").published_as("mxfp4"))
+    looked_at = 0
+    for name, layer in begun_layers(model).items():
+        held = layer if isinstance(layer, NarrowParameter) else getattr(layer, "narrow", None)
+        if held is None:
+            continue
+        parameter = adapted_by(name)
+        assert parameter is not None
+        parts = dict(held.beginning(lambda of=parameter: weights.read(of), ""))
+        for part, values in parts.items():
+            held.get_parameter(part).data.copy_(values)
+        wide = expected.get_parameter(parameter)
+        assert held.current(None, torch.float32).equal(wide)
+        assert held.current(None, torch.bfloat16).equal(wide.bfloat16())
+        assert held.codes.nbytes == wide.numel() // 2
+        assert held.scales.nbytes == wide.numel() // 32
+        looked_at += 1
+    assert looked_at == 2 * GPT_OSS["num_hidden_layers"]
+
+
+def test_the_command_trains_beside_experts_in_mxfp4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_quantised(tmp_path / "narrow", "mxfp4", tmp_path / "wide")
+    text = write_text(tmp_path / "text.txt")
+    size = ["--micro-batch", "1", "--tokens-per-step", "32", "--lora", _EXPERTS]
+    assert main(["plan", "narrow", "--context", "16", "--gpu", "rtx-3090", *size]) == 0
+    planned = subject("narrow").with_adapters(parse_lora(_EXPERTS))
+    held = [m for m in planned.model.modules() if isinstance(m, NarrowParameter)]
+    assert held
+    assert all(each.mxfp4 for each in held)
+
+    runs = [
+        train_by_command(
+            *(tmp_path / "narrow", text, f"run-{precision}", "--lora", _EXPERTS, *more),
+            *("--precision", precision), memory="16MiB", sequences=2, steps=steps,
+        )
+        for precision in ("fp32", "bf16")
+        for more, steps in (((), 1), (("--resume",), 2))
+    ]  # fmt: skip
+    for run in runs:
+        recipe, _ = recipe_of(open_checkpoint(run))
+        assert recipe.lora is not None
+        assert recipe.lora.experts == MXFP4
+    assert main(["export", str(runs[0]), "merged", "--merge"]) == 0
+    merged, trained = load_file("merged/model.safetensors"), saved_tensors(runs[0])
+    name = "model.layers.0.mlp.experts.down_proj"
+    base = filled(tmp_path / "wide").get_parameter(name)
+    assert not torch.equal(merged[name], base)
+    for part in ("lora_A", "lora_B"):
+        key = f"model.layers.0.mlp.experts.expert_lora.down_proj.{part}.weight/parameter"
+        assert trained[key].any()
+    experts = base.shape[0]
+    a, b = (
+        trained[f"model.layers.0.mlp.experts.expert_lora.down_proj.{part}.weight/parameter"]
+        for part in ("lora_A", "lora_B")
+    )
+    for expert in range(experts):
+        product = b[:, expert::experts] @ a[2 * expert : 2 * expert + 2] * 8.0
+        torch.testing.assert_close(merged[name][expert], base[expert] + product.mT)

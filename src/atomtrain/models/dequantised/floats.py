@@ -25,10 +25,10 @@ from atomtrain.models.dequantised.packed import (
     Packed,
     check_part,
     elements,
-    exponents,
     part_of,
     unfit,
 )
+from atomtrain.models.quantised import E2M1, exponents
 from atomtrain.models.weights.files import WeightFiles
 
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -117,8 +117,6 @@ def _fp8_slices(name: str, scales: str, grid: _Grid, files: WeightFiles) -> Iter
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BYTES = 16
-_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What three bits mean; the fourth is the sign."""
 
 
 def find_mxfp4(entries: Entries, _: Mapping[str, Any]) -> list[Packed]:
@@ -147,7 +145,7 @@ def find_mxfp4(entries: Entries, _: Mapping[str, Any]) -> list[Packed]:
 
 def _mxfp4_slices(name: str, scales: str, files: WeightFiles) -> Iterator[Tensor]:
     experts, outputs, count, _ = files.entries[name].shape
-    levels = torch.tensor([*_LEVELS, *(-level for level in _LEVELS)])
+    levels = torch.tensor(E2M1)
     step = max(1, SLICE_ELEMENTS // (count * _BYTES * 2))
     for expert in range(experts):
         wide = torch.empty(count * _BYTES * 2, outputs)

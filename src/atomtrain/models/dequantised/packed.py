@@ -89,8 +89,3 @@ def unfit(entries: Entries, name: str, reason: str) -> DataError:
 
 def elements(shape: Sequence[int]) -> int:
     return math.prod(shape)
-
-
-def exponents(scales: Tensor) -> Tensor:
-    """Return `2^(byte - 127)` of bytes, float32: scales of E8M0 (OCP Microscaling, 2023)."""
-    return torch.ldexp(torch.ones(scales.shape), scales.to(torch.int32) - 127)

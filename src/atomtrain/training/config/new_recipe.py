@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atomtrain.errors import ConfigError
 from atomtrain.models.gpt_config import preset
-from atomtrain.models.hugging_face import check_context, is_hugging_face, model_folder, read_config
-from atomtrain.models.lora_config import parse_lora
+from atomtrain.models.hugging_face import (
+    check_context,
+    is_hugging_face,
+    model_folder,
+    read_config,
+    read_quantisation,
+)
+from atomtrain.models.lora_config import LoraConfig, parse_lora
 from atomtrain.models.making import Sizes
 from atomtrain.settings import chosen
 from atomtrain.training.config.optimizing import AUTO, named_optimizer, train_alike
@@ -67,9 +73,15 @@ def new_recipe(options: TrainOptions) -> Recipe:
             "model": name,
             "sizes": usual.sizes,
             "local_steps": options.local_steps or 0,
-            "lora": None if options.lora is None else parse_lora(options.lora),
+            "lora": None if options.lora is None else _adapters(options.lora, options.model),
         }
     )
+
+
+def _adapters(lora: str, model: str | None) -> LoraConfig:
+    assert model is not None
+    settings = read_quantisation(model_folder(model)) or {}
+    return parse_lora(lora).published_as(settings.get("quant_method"))
 
 
 def _warmup_steps(ratio: float | None, steps: int) -> int:
@@ -210,6 +222,8 @@ def amended(recipe: Recipe, options: TrainOptions, source: str, *, joins: bool =
             given = model_name(given)
         if field == "lora" and given is not None:
             given = parse_lora(given)
+            if recipe.lora is not None:
+                given = dataclasses.replace(given, experts=recipe.lora.experts)
         if field == "optimizer" and given is not None and train_alike(given, recipe.optimizer):
             continue
         if given is not None and given != value:

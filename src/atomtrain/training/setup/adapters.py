@@ -12,7 +12,6 @@ from atomtrain.errors import CheckpointError
 from atomtrain.models.hugging_face import HuggingFaceConfig, build
 from atomtrain.models.lora import (
     ADAPTER_PARTS,
-    is_transposed,
     merged,
     merged_experts,
 )
@@ -21,7 +20,7 @@ from atomtrain.models.lora_embedding import embeddings_of
 from atomtrain.models.lora_init import begin
 from atomtrain.models.lora_saved import saved_modules
 from atomtrain.models.making import make_outline
-from atomtrain.models.narrow import adapted_by, adapter_of, experts_of
+from atomtrain.models.narrow import adapted_by, adapter_of, experts_of, is_transposed
 from atomtrain.progress import Progress
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.loading import Weights, seed_of_adapter

@@ -21,11 +21,10 @@ from atomtrain.errors import ConfigError, DataError, reason_of
 from atomtrain.files import read_small
 from atomtrain.models.hugging_face import read_config
 from atomtrain.models.image_text import in_tower, tower_of
-from atomtrain.models.lora import is_transposed
 from atomtrain.models.lora_config import LoraConfig
 from atomtrain.models.lora_embedding import EMBEDDING_PARTS, check_embedding
 from atomtrain.models.lora_saved import is_within
-from atomtrain.models.narrow import adapted_by, adapter_of
+from atomtrain.models.narrow import adapted_by, adapter_of, is_transposed
 from atomtrain.models.weights.files import WeightFiles
 from atomtrain.training.setup.adapters import Adapters, part_of
 

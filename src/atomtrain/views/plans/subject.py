@@ -42,6 +42,7 @@ from atomtrain.models.hugging_face import (
     is_hugging_face,
     model_folder,
     read_config,
+    read_quantisation,
 )
 from atomtrain.models.image_text import freeze_tower, kind_of, pixels_of
 from atomtrain.models.lora import add_adapters, narrowing_of
@@ -83,6 +84,8 @@ class Subject:
     says, or left out."""
     images_left_out: str | None = None
     """Why images are not counted, if the model reads some."""
+    quantised: str | None = None
+    """How the folder holds its weights, if in few bits."""
     left_wide: str | None = None
     """Which frozen matrices cannot be held in few bits, if some shall be."""
     _analyses: dict[int, Analysis] = field(default_factory=dict, repr=False, compare=False)
@@ -121,6 +124,7 @@ class Subject:
         Raises:
             ConfigError: a target names nothing that can be adapted.
         """
+        config = config.published_as(self.quantised)
         left = None if config.bits is None else narrowing_of(self.model, config).told(config.bits)
         add_adapters(self.model, config)
         return replace(self, left_wide=left, _analyses={})
@@ -209,7 +213,10 @@ def _from_hugging_face(name: str, context_tokens: int | None, head_pieces: int |
     with torch.device("meta"):
         model = build(sizes, str(file), as_stored=True)
     freeze_tower(model)  # as atom train does
-    made = Subject(_name_of(name, file), context, model, head_pieces)
+    settings = read_quantisation(source) or {}
+    made = Subject(
+        _name_of(name, file), context, model, head_pieces, quantised=settings.get("quant_method")
+    )
     kind = kind_of(model)
     if kind is None or not source.is_dir():
         told = "name the folder of the model, which has its processor"
