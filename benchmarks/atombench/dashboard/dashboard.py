@@ -38,11 +38,11 @@ _NEWS_EVERY_S = 0.5
 
 _FRAMES = """
 window.frames_s = [];
-(function note(before) {
+requestAnimationFrame(function note(before) {
   requestAnimationFrame((now) => { window.frames_s.push((now - before) / 1000); note(now); });
-})(performance.now());
+});
 """
-"""Notes how long each frame took."""
+"""Notes how long each frame took, from the first that there is."""
 _SCROLL = """
 (async () => {
   const bottom = document.documentElement.scrollHeight;
