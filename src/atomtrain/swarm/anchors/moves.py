@@ -24,6 +24,9 @@ from atomtrain.swarm.anchors.stamps import steady_s
 FACTOR = 10.0
 """Times the largest move of a round seen lately that another one may have: others' rounds have
 other members, and momentum grows to ten times the first step."""
+LEAST_MOVES = 3
+"""Of a fragment that a peer must have seen to refuse another anchor untried: whoever has just come
+saw newcomers' small steps at first, and those of all others were larger."""
 LATELY = 32
 """Moves of a fragment that are remembered, and times between two."""
 LEAST_SHARE = 2.0**-6
@@ -69,8 +72,11 @@ class Moves:
         return not largest or _apart(own.values, other.values) <= FACTOR * largest * versions
 
     def objection(self, fragment: int, own: Anchor, other: Anchor) -> str:
-        """Return why all rounds of both together cannot have moved them so far apart, or ""."""
-        if not self._seen[fragment]:
+        """Return why all rounds of both together cannot have moved them so far apart, or "".
+
+        Empty also where this peer has seen too few moves to know.
+        """
+        if len(self._seen[fragment]) < LEAST_MOVES:
             return ""
         versions = 1 + own.stamp.version + self._believed(fragment, own, other)
         largest = max(*self._seen[fragment], LEAST_SHARE * _size(own.values))

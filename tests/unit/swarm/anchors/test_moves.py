@@ -7,7 +7,7 @@ import torch
 
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, digest_of, whole
 from atomtrain.swarm.anchors.losses import Losses
-from atomtrain.swarm.anchors.moves import FACTOR, LATELY, LEAST_SHARE, Moves
+from atomtrain.swarm.anchors.moves import FACTOR, LATELY, LEAST_MOVES, LEAST_SHARE, Moves
 from atomtrain.swarm.anchors.stamps import Stamp
 from tests.unit.swarm.anchors.test_trial import ELEMENTS, Peer, report, timed
 
@@ -69,10 +69,11 @@ def test_old_moves_are_forgotten() -> None:
 
 
 def test_only_what_all_rounds_of_both_cannot_have_moved_is_impossible() -> None:
-    moves = Moves()
+    moves = Moves(lambda: 7.0)
     own, versions = anchor(1.0, 7), 1 + 7 + 12
-    assert not moves.objection(0, own, anchor(1e6, 12)), "nothing was seen yet"
-    moves.note(0, anchor(0.75, 6), own)
+    for _ in range(LEAST_MOVES):
+        assert not moves.objection(0, own, anchor(1e6, 12)), "too little was seen yet"
+        moves.note(0, anchor(0.75, 6), own)
     assert not moves.objection(0, own, anchor(1.0 + 0.25 * FACTOR * 0.99 * versions, 12))
     said = moves.objection(0, own, anchor(1.0 + 0.25 * FACTOR * 1.01 * versions, 12))
     assert f"further than {versions} rounds" in said
@@ -81,8 +82,9 @@ def test_only_what_all_rounds_of_both_cannot_have_moved_is_impossible() -> None:
 
 def test_who_has_seen_tiny_moves_only_has_seen_little() -> None:
     """It slept while the learning rate rose; so any round may have moved a part of its size."""
-    moves, own = Moves(), anchor(1.0, 1)
-    moves.note(0, own, anchor(1.0 + 1e-6, 2))
+    moves, own = Moves(lambda: 7.0), anchor(1.0, 1)
+    for _ in range(LEAST_MOVES):
+        moves.note(0, own, anchor(1.0 + 1e-6, 2))
     away = LEAST_SHARE * FACTOR * (1 + 1 + 30)
     assert not moves.objection(0, own, anchor(1.0 + 0.99 * away, 30))
     assert moves.objection(0, own, anchor(1.0 + 1.01 * away, 30))
