@@ -86,8 +86,7 @@ class LoraConfig:
             raise ConfigError(f"--lora experts={self.experts} must be {NF4} or {MXFP4}")
 
     def published_as(self, method: str | None) -> LoraConfig:
-        """Return this for the experts of a folder that is quantised by a method; `None`: it is
-        not."""
+        """Return the same with `experts` as a folder has them; `method` is how it is quantised."""
         return replace(self, experts=MXFP4) if self.bits == 4 and method == MXFP4 else self
 
     @property
