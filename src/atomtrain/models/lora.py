@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError, nearest
+from atomtrain.models.forms import form_of
 from atomtrain.models.heads import head_of
 from atomtrain.models.image_text import freeze_tower
 from atomtrain.models.image_text import in_tower as is_in_tower
@@ -48,7 +49,7 @@ from atomtrain.models.narrow import (
     narrowing,
     put_beside,
 )
-from atomtrain.models.quantised import dequantise, empty_quantised, quantise, quantised_linear
+from atomtrain.models.quantised import dequantise, quantised_linear
 
 
 class ExpertAdapter(nn.Module):
@@ -127,8 +128,8 @@ class LoraLinear(MadeWide):
         if config.bits is None:
             self.weight = frozen(base.weight)
         else:
-            room = empty_quantised(outputs, inputs, config.bits, like)
-            self.codes, self.scales = map(frozen, room)
+            self._form = form_of(config, inputs)
+            self.codes, self.scales = map(frozen, self._form.empty(outputs, inputs, like))
         self.bias = None if base.bias is None else frozen(base.bias)
         if config.init != NOTHING and config.r > min(inputs, outputs):
             raise ConfigError(
@@ -178,7 +179,7 @@ class LoraLinear(MadeWide):
         if self.bits is None:
             yield "weight", weight
         else:
-            packed = quantise(weight, self.bits)
+            packed = self._form.packed(weight)
             yield "codes", packed.codes
             yield "scales", packed.scales
             weight = dequantise(*packed, torch.float32)

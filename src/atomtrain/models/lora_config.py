@@ -16,7 +16,8 @@ from atomtrain.errors import ConfigError, nearest
 ALL_LINEAR = "all-linear"
 BITS = (8, 4)
 """Of a frozen matrix that is held narrow."""
-NF4, MXFP4 = "nf4", "mxfp4"
+MXFP4, FP8 = "mxfp4", "fp8"
+_KEPT = re.compile(rf"{MXFP4}|{FP8} (\d{{1,6}})x(\d{{1,6}})")
 NOTHING, PISSA, OLORA = "nothing", "pissa", "olora"
 """How adapters begin; `pissa_niter_16` is another, with any number. See `models/lora_init.py`."""
 _ROUNDS = re.compile(rf"{PISSA}_niter_([1-9]\d{{0,3}})")
@@ -47,9 +48,9 @@ class LoraConfig:
     bits: int | None = None
     """Hold the frozen linear layers and experts in 8 or 4 bits, adapted or not; `None`: as they
     are. See `models/narrow.py`."""
-    experts: str = NF4
-    """What 4 bits of experts mean: `nf4`, or `mxfp4` where the model's folder has them so. The
-    folder decides, not the user."""
+    published: str | None = None
+    """`mxfp4`, or `fp8 128x128` with a tile's rows and columns (0 stands for all), where the
+    model's folder has such numbers and `bits` can keep them. The folder decides, not the user."""
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that are trained themselves, with all that is in them: the last one, or the
     end of a path such as `mlp.gate`."""
@@ -82,12 +83,29 @@ class LoraConfig:
             )
         if self.bits is not None and self.bits not in BITS:
             raise ConfigError(f"--lora bits={self.bits} must be 8 or 4")
-        if self.experts not in (NF4, MXFP4):
-            raise ConfigError(f"--lora experts={self.experts} must be {NF4} or {MXFP4}")
+        if self.published is not None and not _KEPT.fullmatch(str(self.published)):
+            raise ConfigError(
+                f"--lora published={str(self.published)[:40]} must be {MXFP4} or like "
+                f"'{FP8} 128x128'"
+            )
 
-    def published_as(self, method: str | None) -> LoraConfig:
-        """Return the same with `experts` as a folder has them; `method` is how it is quantised."""
-        return replace(self, experts=MXFP4) if self.bits == 4 and method == MXFP4 else self
+    def published_as(self, settings: Mapping[str, Any] | None) -> LoraConfig:
+        """Return the same with `published`; `settings` tell how a model's folder is quantised."""
+        method = (settings or {}).get("quant_method")
+        if self.bits == 4 and method == MXFP4:
+            return replace(self, published=MXFP4)
+        if self.bits == 8 and method == FP8:
+            rows, columns = (settings or {}).get("weight_block_size") or (0, 0)
+            return replace(self, published=f"{FP8} {rows}x{columns}")
+        return self
+
+    @property
+    def kept(self) -> tuple[str | None, tuple[int, int]]:
+        """The published numbers that are kept, if any, and the size of their tiles."""
+        found = None if self.published is None else _KEPT.fullmatch(self.published)
+        if found is None or found[1] is None:
+            return self.published, (0, 0)
+        return FP8, (int(found[1]), int(found[2]))
 
     @property
     def scale(self) -> float:

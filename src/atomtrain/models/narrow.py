@@ -17,18 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from atomtrain.models.forms import Form, form_of
 from atomtrain.models.heads import head_of
-from atomtrain.models.lora_config import MXFP4, LoraConfig
+from atomtrain.models.lora_config import FP8, MXFP4, LoraConfig
 from atomtrain.models.lora_saved import is_within
-from atomtrain.models.quantised import (
-    MX_BLOCK,
-    empty_mxfp4,
-    empty_quantised,
-    quantise,
-    quantised_linear,
-    to_mxfp4,
-    wide,
-)
+from atomtrain.models.quantised import quantised_linear, wide
 
 _BESIDE = "expert_lora"
 """The name under which a module has what stands beside its parameters: adapters, codes."""
@@ -52,12 +45,14 @@ class MadeWide(nn.Module):
 class NarrowLinear(MadeWide):
     """A frozen linear layer in few bits, without an adapter: `[..., I]` to `[..., O]`."""
 
-    def __init__(self, base: nn.Linear, bits: int) -> None:
+    def __init__(self, base: nn.Linear, config: LoraConfig) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.bits = base.in_features, base.out_features, bits
-        self._type = base.weight.dtype
-        room = empty_quantised(base.out_features, base.in_features, bits, base.weight)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.form, self._type = form_of(config, base.in_features), base.weight.dtype
+        room = self.form.empty(base.out_features, base.in_features, base.weight)
         self.codes, self.scales = map(frozen, room)
+        if self.form.published == FP8:  # whose scales keep their type
+            self.kind = frozen(base.weight.new_empty(1))
         self.bias = None if base.bias is None else frozen(base.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -66,13 +61,16 @@ class NarrowLinear(MadeWide):
 
     def wide_type(self) -> torch.dtype:
         # With --precision bf16 the scales become bfloat16, as all of the model does.
-        return self._type if self.scales.dtype == torch.float32 else self.scales.dtype
+        told = self.kind if self.form.published == FP8 else self.scales
+        return self._type if told.dtype == torch.float32 else told.dtype
 
     def beginning(self, read: Callable[[], Tensor], _: str) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values of what is held; `read` returns the matrix, float32."""
-        packed = quantise(read(), self.bits)
+        packed = self.form.packed(read())
         yield "codes", packed.codes
         yield "scales", packed.scales
+        if self.form.published == FP8:
+            yield "kind", torch.zeros(1)
 
 
 class NarrowParameter(nn.Module):
@@ -81,16 +79,12 @@ class NarrowParameter(nn.Module):
     In MXFP4 experts are `[E, I, O]`, and lie as they are published, output by output.
     """
 
-    def __init__(self, base: Tensor, bits: int, *, mxfp4: bool = False) -> None:
+    def __init__(self, base: Tensor, form: Form) -> None:
         super().__init__()
-        self.bits, self.mxfp4 = bits, mxfp4
-        self.shape = base.mT.shape if mxfp4 else base.shape  # as it lies
+        self.form, self.mxfp4 = form, form.published == MXFP4
+        self.shape = base.mT.shape if self.mxfp4 else base.shape  # as it lies
         rows = self.shape[:-1].numel()  # those of all experts, one below the other
-        inputs = self.shape[-1]
-        room = (
-            empty_mxfp4(rows, inputs, base) if mxfp4 else empty_quantised(rows, inputs, bits, base)
-        )
-        self.codes, self.scales = map(frozen, room)
+        self.codes, self.scales = map(frozen, form.empty(rows, self.shape[-1], base))
 
     def current(self, _: Tensor | None, dtype: torch.dtype | None) -> Tensor:
         """Return it made wide, in the type that its module computes in."""
@@ -102,16 +96,18 @@ class NarrowParameter(nn.Module):
         """Yield names and values of what is held; `read` returns the parameter, float32."""
         weight = read()
         parts = weight if weight.ndim > 2 else weight[None]  # what is made meanwhile is large
-        packed = [to_mxfp4(part.mT) if self.mxfp4 else quantise(part, self.bits) for part in parts]
+        packed = [self.form.packed(part.mT if self.mxfp4 else part) for part in parts]
         yield "codes", torch.cat([each.codes for each in packed])
         yield "scales", torch.cat([each.scales for each in packed])
 
 
 def narrowed(base: Tensor, config: LoraConfig, *, transposed: bool) -> NarrowParameter:
     """Return room for a parameter in the bits that `config` says."""
-    assert config.bits is not None
-    mxfp4 = config.experts == MXFP4 and transposed and base.ndim == 3
-    return NarrowParameter(base, config.bits, mxfp4=mxfp4 and base.shape[1] % MX_BLOCK == 0)
+    if transposed and base.ndim == 3 and config.kept[0] == MXFP4:
+        form = form_of(config, base.shape[1], transposed_experts=True)
+        if form.published == MXFP4:
+            return NarrowParameter(base, form)
+    return NarrowParameter(base, form_of(config, base.shape[-1]))
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -200,7 +196,7 @@ class Narrowing(NamedTuple):
             path, _, own = name.rpartition(".")
             if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
                 parent, _, last = path.rpartition(".")
-                setattr(model.get_submodule(parent), last, NarrowLinear(module, config.bits))
+                setattr(model.get_submodule(parent), last, NarrowLinear(module, config))
             else:
                 base, transposed = module.get_parameter(own), is_transposed(module)
                 made = narrowed(base, config, transposed=transposed)

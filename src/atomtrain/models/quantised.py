@@ -7,6 +7,9 @@ of NF4, the quantiles of a normal distribution (Dettmers et al. 2023, appendix E
 4 bits of MXFP4 (OCP Microscaling, 2023) are numbers e2m1, in blocks of 32 inputs whose scale is a
 power of two, kept as its exponent plus 127. What is published so is held without loss. Scales of
 one byte tell it from NF4.
+
+8 bits of FP8 (e4m3) are held without loss, too: see `models/forms.py`. Scales whose bits are kept
+as int32 tell it from equal steps, so that they stay float32 where a model becomes bfloat16.
 """
 
 from __future__ import annotations
@@ -36,6 +39,9 @@ MX_BLOCK = 32
 _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_SIZES, *(-size for size in _SIZES))
 """What the 16 codes of MXFP4 mean."""
+FP8_TYPE = torch.float8_e4m3fn
+E4M3 = tuple(torch.arange(256).to(torch.uint8).view(FP8_TYPE).float().tolist())
+"""What the 256 codes of FP8 mean."""
 _LARGEST_EXPONENT = 2
 """Of `E2M1`: its largest level is 1.5 times four."""
 
@@ -44,7 +50,7 @@ class Quantised(NamedTuple):
     """A matrix in few bits."""
 
     codes: Tensor  # [O, I] int8, or [O, I/2] uint8 with the earlier input in the low half
-    scales: Tensor  # [O, I/block] float32, or uint8 in MXFP4
+    scales: Tensor  # [O, I/block] float32, uint8 in MXFP4, or float32 as int32 in FP8
 
 
 def block_of(inputs: int) -> int:
@@ -122,12 +128,14 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     block = per_byte * codes.numel() // max(1, scales.numel())
     # The core trusts what it is told; of shapes that do not fit PyTorch says what is wrong.
     fits = (
-        scales.dtype in (torch.uint8, *GRADIENTS) and 0 < block <= _BLOCK and block % per_byte == 0
+        scales.dtype in (torch.uint8, torch.int32, *GRADIENTS)
+        and 0 < block <= _BLOCK
+        and block % per_byte == 0
     )
     fits &= codes.shape[0] == scales.shape[0] and block * scales.numel() == per_byte * codes.numel()
     if core is None or not real or dtype not in GRADIENTS or not fits:
         return dequantise_in_torch(codes, scales, dtype)
-    levels = address(_levels_for(codes, scales)) if per_byte == 2 else None
+    levels = _levels_for(codes, scales)
     codes, scales = codes.contiguous(), _factors(scales).contiguous()
     out = torch.empty((codes.shape[0], per_byte * codes.shape[1]), dtype=dtype)
 
@@ -135,7 +143,10 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         core.atom_dequantise(
             ctypes.c_void_p(codes.data_ptr() + begin // per_byte),
             ctypes.c_void_p(scales.data_ptr() + begin // block * scales.element_size()),
-            *(ctypes.c_int64((end - begin) // block), ctypes.c_int64(block), levels),
+            *(ctypes.c_int64((end - begin) // block), ctypes.c_int64(block)),
+            *(None, ctypes.c_int32(0))
+            if levels is None
+            else (address(levels), ctypes.c_int32(len(levels))),
             ctypes.c_int32(GRADIENTS[dtype]),
             ctypes.c_void_p(out.data_ptr() + begin * out.element_size()),
         )
@@ -149,20 +160,29 @@ def dequantise_in_torch(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Te
     if codes.dtype == torch.int8:
         unit = codes.float() / 127
     else:
+        levels = _levels_for(codes, scales)
+        assert levels is not None
         halves = torch.stack((codes & 15, codes >> 4), -1).flatten(1)  # [O, I]
-        unit = _levels_for(codes, scales)[halves.int()]
-    blocks = unit.unflatten(1, (scales.shape[1], -1)) * _factors(scales)[..., None]
-    out: Tensor = blocks.flatten(1).to(dtype)
+        unit = levels[halves.int()]
+    blocks, factors = unit.unflatten(1, (scales.shape[1], -1)), _factors(scales)[..., None]
+    if scales.dtype == torch.int32:
+        numbers = codes.view(FP8_TYPE).float().view_as(blocks)
+        blocks, factors = torch.where(factors > 0, numbers, blocks), factors.abs()
+    out: Tensor = (blocks * factors).flatten(1).to(dtype)
     return out
 
 
 def _factors(scales: Tensor) -> Tensor:
+    if scales.dtype == torch.int32:
+        return scales.view(torch.float32)
     return exponents(scales) if scales.dtype == torch.uint8 else scales.float()
 
 
-def _levels_for(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return the levels where codes are; for real ones always the same tensor, since a GPU makes
-    the host wait for each that is made anew."""
+def _levels_for(codes: Tensor, scales: Tensor) -> Tensor | None:
+    """Return the levels where codes are, `None` if they are equal steps; for real ones always the
+    same tensor, since a GPU makes the host wait for each that is made anew."""
+    if codes.dtype == torch.int8:
+        return _levels_on(codes.device, E4M3) if scales.dtype == torch.int32 else None
     levels = E2M1 if scales.dtype == torch.uint8 else _NF4
     if type(codes) in (Tensor, nn.Parameter):
         return _levels_on(codes.device, levels)

@@ -16,7 +16,7 @@ from atomtrain.cli.main import main
 from atomtrain.data.sampler import Batch
 from atomtrain.engine.api import swap
 from atomtrain.engine.options import Options
-from atomtrain.models.hugging_face import build, read_config
+from atomtrain.models.hugging_face import build, read_config, read_quantisation
 from atomtrain.models.lora import (
     ExpertAdapter,
     adapted_layers,
@@ -39,7 +39,7 @@ from tests.support.hugging_face_models import (
     write_model,
     write_text,
 )
-from tests.support.quantised_folders import write_quantised
+from tests.support.quantised_folders import FORMS, write_quantised
 from tests.support.reference import train as resident
 
 pytest.importorskip("transformers")
@@ -88,15 +88,16 @@ def steps() -> list[list[dict[str, torch.Tensor]]]:
         ("qwen3_moe", "q_proj+v_proj,bits=4", "144KiB"),
         ("gpt_oss", "q_proj+down_proj,bits=4", "268KiB"),
         ("mxfp4", "q_proj+down_proj,bits=4", "400KiB"),
+        ("fp8 experts", "q_b_proj+down_proj,bits=8", "200KiB"),
     ],
 )  # fmt: skip
 def test_swapped_adapters_of_experts_are_resident_ones_bit_for_bit(
     kind: str, targets: str, memory: str, tmp_path: Path
 ) -> None:
     config = parse_lora(f"r=4,alpha=8,targets={targets}")
-    if kind == "mxfp4":
+    if kind in FORMS:
         write_quantised(tmp_path, kind)
-        config = config.published_as(kind)
+        config = config.published_as(read_quantisation(tmp_path))
     else:
         write_model(tmp_path, MIXTURES[kind])
     expected, model = (adapted(tmp_path, config) for _ in range(2))
@@ -132,8 +133,10 @@ def test_swapped_adapters_of_experts_are_resident_ones_bit_for_bit(
     wide = [name for name in begun if name.endswith(".experts.gate_up_proj")]
     assert len(wide) == (3 if config.bits is None else 0)
     held = [m for m in model.modules() if isinstance(m, NarrowParameter)]
-    assert len(held) == (0 if config.bits is None else 6)
+    mixtures = sum(name.endswith("down_proj") for name in experts_of(build(read_config(tmp_path))))
+    assert len(held) == (0 if config.bits is None else 2 * mixtures)
     assert all(each.mxfp4 == (kind == "mxfp4") for each in held)
+    assert all((each.scales.dtype == torch.int32) == (kind == "fp8 experts") for each in held)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from atomtrain.analysis.costs.storages import StorageTracker
 from atomtrain.checkpoint import open_checkpoint
 from atomtrain.cli.main import main
-from atomtrain.models.hugging_face import build, read_config
+from atomtrain.engine.state.precision import Narrowed
+from atomtrain.models.hugging_face import build, read_config, read_quantisation
 from atomtrain.models.lora import add_adapters, begun_layers
 from atomtrain.models.lora_config import MXFP4, parse_lora
 from atomtrain.models.narrow import NarrowParameter, adapted_by
@@ -163,7 +164,9 @@ def test_experts_in_mxfp4_stay_as_they_are_published(targets: str, tmp_path: Pat
     write_quantised(tmp_path / "narrow", "mxfp4", tmp_path / "wide")
     expected, sizes = filled(tmp_path / "wide"), read_config(tmp_path / "narrow")
     weights, model = Weights(tmp_path / "narrow", sizes), build(sizes)
-    add_adapters(model, parse_lora(f"r=2,bits=4,targets={targets}").published_as("mxfp4"))
+    add_adapters(
+        model, parse_lora(f"r=2,bits=4,targets={targets}").published_as({"quant_method": "mxfp4"})
+    )
     looked_at = 0
     for name, layer in begun_layers(model).items():
         held = layer if isinstance(layer, NarrowParameter) else getattr(layer, "narrow", None)
@@ -207,7 +210,7 @@ def test_the_command_trains_beside_experts_in_mxfp4(
     for run in runs:
         recipe, _ = recipe_of(open_checkpoint(run))
         assert recipe.lora is not None
-        assert recipe.lora.experts == MXFP4
+        assert recipe.lora.published == MXFP4
     assert main(["export", str(runs[0]), "merged", "--merge"]) == 0
     merged, trained = load_file("merged/model.safetensors"), saved_tensors(runs[0])
     name = "model.layers.0.mlp.experts.down_proj"
@@ -224,3 +227,63 @@ def test_the_command_trains_beside_experts_in_mxfp4(
     for expert in range(experts):
         product = b[:, expert::experts] @ a[2 * expert : 2 * expert + 2] * 8.0
         torch.testing.assert_close(merged[name][expert], base[expert] + product.mT)
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8 experts"])
+@pytest.mark.parametrize("targets", ["all-linear+experts", "q_proj", "o_proj"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_stays_as_it_is_published(
+    form: str, targets: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Every matrix that is held in 8 bits means the folder's numbers, adapted or not."""
+    if targets == "q_proj":
+        targets = {"fp8": "q_proj", "fp8 experts": "q_b_proj"}[form]
+    elif form == "fp8":
+        targets = targets.removesuffix("+experts")
+    write_quantised(tmp_path / "narrow", form, tmp_path / "wide")
+    expected, sizes = filled(tmp_path / "wide", dtype), read_config(tmp_path / "narrow")
+    weights, model = Weights(tmp_path / "narrow", sizes), build(sizes)
+    asked = parse_lora(f"r=2,bits=8,targets={targets}")
+    add_adapters(model, asked.published_as(read_quantisation(tmp_path / "narrow")))
+    if dtype == torch.bfloat16:
+        Narrowed(model, "bf16")
+    kept = 0
+    for name, layer in begun_layers(model).items():
+        parameter = adapted_by(name) or f"{name}.weight"
+        for part, values in layer.beginning(lambda of=parameter: weights.read(of).float(), ""):
+            layer.get_parameter(part).data.copy_(values)
+        held = getattr(layer, "narrow", layer)
+        wide = held.current(None, dtype) if adapted_by(name) else held.weight
+        assert wide.dtype == dtype
+        assert wide.equal(expected.get_parameter(parameter)), name
+        if held.scales.dtype == torch.int32:
+            kept += (held.scales.view(torch.float32) > 0).all()
+    assert kept > 7 * sizes.config["num_hidden_layers"] - 2
+
+
+def test_the_command_trains_beside_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters become what they become beside the wide copy."""
+    monkeypatch.chdir(tmp_path)
+    write_quantised(tmp_path / "narrow", "fp8 experts", tmp_path / "wide")
+    text = write_text(tmp_path / "text.txt")
+    asked = "r=2,targets=all-linear+experts"
+    size = ["--micro-batch", "1", "--tokens-per-step", "32", "--lora", f"{asked},bits=8"]
+    assert main(["plan", "narrow", "--context", "16", "--gpu", "rtx-3090", *size]) == 0
+    runs = {
+        name: train_by_command(
+            *(tmp_path / name, text, f"run-{name}", "--lora", lora, *more),
+            *("--precision", "fp32"), memory="16MiB", sequences=2, steps=steps,
+        )
+        for name, lora in (("narrow", f"{asked},bits=8"), ("wide", asked))
+        for more, steps in (((), 1), (("--resume",), 2))
+    }  # fmt: skip
+    narrow, wide = (saved_tensors(run) for run in runs.values())
+    assert narrow.keys() == wide.keys()
+    for key, tensor in narrow.items():
+        torch.testing.assert_close(tensor, wide[key])
+    merged = []
+    for name, run in runs.items():
+        assert main(["export", str(run), f"merged-{name}", "--merge"]) == 0
+        merged.append(load_file(f"merged-{name}/model.safetensors"))
+    for name, tensor in merged[0].items():
+        torch.testing.assert_close(tensor, merged[1][name])

@@ -80,8 +80,7 @@ def new_recipe(options: TrainOptions) -> Recipe:
 
 def _adapters(lora: str, model: str | None) -> LoraConfig:
     assert model is not None
-    settings = read_quantisation(model_folder(model)) or {}
-    return parse_lora(lora).published_as(settings.get("quant_method"))
+    return parse_lora(lora).published_as(read_quantisation(model_folder(model)))
 
 
 def _warmup_steps(ratio: float | None, steps: int) -> int:
@@ -223,7 +222,7 @@ def amended(recipe: Recipe, options: TrainOptions, source: str, *, joins: bool =
         if field == "lora" and given is not None:
             given = parse_lora(given)
             if recipe.lora is not None:
-                given = dataclasses.replace(given, experts=recipe.lora.experts)
+                given = dataclasses.replace(given, published=recipe.lora.published)
         if field == "optimizer" and given is not None and train_alike(given, recipe.optimizer):
             continue
         if given is not None and given != value:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from atomtrain.data.material import PairMaterial, PairRows, References
 from atomtrain.errors import ConfigError
 from atomtrain.files import replacing
-from atomtrain.models.lora_config import NF4, NOTHING
+from atomtrain.models.lora_config import NOTHING
 from atomtrain.progress import Progress
 from atomtrain.training.config.preflight import make_directory
 from atomtrain.training.config.recipe import Recipe
@@ -102,8 +102,8 @@ class _Asked:
 def _key(text: Text, recipe: Recipe) -> str:
     """Return what tells these pairs and this model from others."""
     bits: int | str | None = None if recipe.lora is None else recipe.lora.bits
-    if recipe.lora is not None and recipe.lora.experts != NF4:
-        bits = recipe.lora.experts
+    if recipe.lora is not None and recipe.lora.published is not None:
+        bits = recipe.lora.published
     said = [text.sha256, recipe.context, recipe.model, recipe.precision, bits]
     if recipe.lora is not None and recipe.lora.init != NOTHING:  # what is left is rounded otherwise
         said += [dataclasses.asdict(recipe.lora), recipe.seed]

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -84,8 +84,8 @@ class Subject:
     says, or left out."""
     images_left_out: str | None = None
     """Why images are not counted, if the model reads some."""
-    quantised: str | None = None
-    """How the folder holds its weights, if in few bits."""
+    quantised: dict[str, Any] | None = None
+    """How the folder holds its weights, if in few bits: its `quantization_config`."""
     left_wide: str | None = None
     """Which frozen matrices cannot be held in few bits, if some shall be."""
     _analyses: dict[int, Analysis] = field(default_factory=dict, repr=False, compare=False)
@@ -213,10 +213,8 @@ def _from_hugging_face(name: str, context_tokens: int | None, head_pieces: int |
     with torch.device("meta"):
         model = build(sizes, str(file), as_stored=True)
     freeze_tower(model)  # as atom train does
-    settings = read_quantisation(source) or {}
-    made = Subject(
-        _name_of(name, file), context, model, head_pieces, quantised=settings.get("quant_method")
-    )
+    quantised = read_quantisation(source)
+    made = Subject(_name_of(name, file), context, model, head_pieces, quantised=quantised)
     kind = kind_of(model)
     if kind is None or not source.is_dir():
         told = "name the folder of the model, which has its processor"
