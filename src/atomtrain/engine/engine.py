@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from atomtrain.analysis.export.as_traced import AsTraced
 from atomtrain.analysis.layers.graph_layer import GraphLayer
+from atomtrain.analysis.layers.limits import Limit
 from atomtrain.analysis.layers.trace import MicroBatch, Traced
 from atomtrain.engine.calibration.compile_choice import CompileChoice
 from atomtrain.engine.calibration.profiling import Profile
@@ -161,7 +162,7 @@ class Engine:
         self._core.whole.check()
         if self._core.whole.holds:
             self.synchronize()
-        self._traced.ready(True, self._core.wait)
+        self._traced.ready(True, self._core.wait, self._hold)
         self._measure_larger_images(batches)
         self._measure_other_layers(batches[0])
         self._core.make_room(len(batches))
@@ -290,7 +291,7 @@ class Engine:
             # no optimizer may run meanwhile.
             self._core.updates.wait()
         with self._core.evaluating():
-            self._traced.ready(False, self._core.wait)
+            self._traced.ready(False, self._core.wait, self._hold)
             with self._core.guarded(), self.device.computing():
                 losses: list[Tensor] = []
                 most = self.plan.micro_batches * len(self.devices)
@@ -490,6 +491,10 @@ class Engine:
             raise ConfigError("give a list of at least one micro-batch: engine.step([batch])")
         counts = weighted(len(micro_batches), weights)
         return [self._traced.bind(each) for each in counts.of(micro_batches)], counts
+
+    def _hold(self, limits: Sequence[Limit]) -> None:
+        self.synchronize()
+        self.masters.hold(limits)
 
     def _measure_larger_images(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
         """Make a new plan if images are larger than those that the plan was made with."""

@@ -106,8 +106,21 @@ def rwkv() -> Case:
     return _language_model(hf.RwkvForCausalLM(config))
 
 
+def gemma3n() -> Case:
+    """Its forward holds parameters within limits, here those that they leave."""
+    config = hf.Gemma3nTextConfig(
+        **{**_GROUPED, "num_hidden_layers": 4}, head_dim=8, vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8, altup_num_inputs=2, num_kv_shared_layers=2, laurel_rank=8,
+        layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=6,
+        activation_sparsity_pattern=[0.95, 0.0] * 2, altup_coef_clip=0.03,
+    )  # fmt: skip
+    return _language_model(hf.Gemma3nForCausalLM(config))
+
+
 @pytest.mark.parametrize(
-    "make", [segformer, convnext, swin, wav2vec2_classes, rwkv], ids=lambda make: make.__name__
+    "make",
+    [segformer, convnext, swin, wav2vec2_classes, rwkv, gemma3n],
+    ids=lambda make: make.__name__,
 )
 def test_swapped_is_resident(make: Callable[[], Case]) -> None:
     torch.manual_seed(0)
@@ -286,16 +299,6 @@ def test_a_loss_that_data_decide_needs_data() -> None:
         layer_costs(traced.chain, traced.bind(batch))
 
 
-def _gemma3n() -> Case:
-    config = hf.Gemma3nTextConfig(
-        **_GROUPED, head_dim=8, vocab_size_per_layer_input=VOCABULARY,
-        hidden_size_per_layer_input=8, altup_num_inputs=2, num_kv_shared_layers=0, laurel_rank=8,
-        layer_types=["sliding_attention", "full_attention"], sliding_window=6,
-        activation_sparsity_pattern=[0.95, 0.0],
-    )  # fmt: skip
-    return _language_model(hf.Gemma3nForCausalLM(config))
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -307,9 +310,8 @@ def _gemma3n() -> Case:
             ),
             r"if not skip_the_layer or synced_gpus:\): what runs depends on data",
         ),
-        (_gemma3n, r"works on a tensor's \.data, past autograd"),
     ],
-    ids=["ctc with random masks", "random layers", "gemma3n"],
+    ids=["ctc with random masks", "random layers"],
 )
 def test_what_cannot_be_traced_is_refused_with_its_line(
     make: Callable[[], Case], reason: str

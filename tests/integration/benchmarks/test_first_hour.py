@@ -73,6 +73,22 @@ def test_every_part_comes_to_its_end_where_packages_are_missing(tmp_path: Path) 
     assert set(rows["offloaders"]["rows"]) == {"resident", "fsdp2", "atom"}
 
 
+def test_a_python_without_torch_is_told_in_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", str(ROOT / "scripts" / "first-hour"), "--device", "emulated"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+    )
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line == (
+        f"first-hour: {sys.executable} has no torch; run this with a Python that has one"
+    )
+
+
 def test_a_late_part_is_ended_and_told(tmp_path: Path) -> None:
     options = HourOptions(device="emulated", out=tmp_path, only="optimizers", limit=0.1)
     (row,) = run(options)

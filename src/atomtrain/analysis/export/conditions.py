@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from atomtrain.errors import AnalysisError
 
@@ -34,6 +35,7 @@ _ROW_BYTES = 16
 """Rows of grouped products begin at multiples of it, those of the result too."""
 _TRACING = threading.RLock()
 """Held while a model is traced, which exchanges functions of the whole process."""
+_DATA: Any = vars(torch._C.TensorBase)["data"].__get__
 _TENSOR_HOOKS = "register_hook", "register_post_accumulate_grad_hook"
 
 
@@ -192,6 +194,17 @@ def without_collector() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+class DataOfParameters(TorchFunctionMode):
+    """Traces the `.data` of a parameter as what shares its memory and has no gradient."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func == _DATA and isinstance(args[0], nn.Parameter):
+            return args[0].detach()
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from atomtrain.analysis.export.attributes import (
 from atomtrain.analysis.export.conditions import (
     CPU,
     MANUAL,
+    DataOfParameters,
     Way,
     check_dtypes,
     hidden,
@@ -49,7 +50,7 @@ from atomtrain.errors import AnalysisError, AtomError, ConfigError, reason_of
 
 _log = logging.getLogger("atomtrain.analysis")
 _LIFTED = "fake tensor in the exported program constant's list"
-"""What torch says where a model takes the `.data` of a parameter."""
+"""What torch says where a model takes the `.data` of a tensor."""
 _ASSERT = "_assert_scalar"
 _CHECKS = _ASSERT, "sym_constrain_range", "sym_constrain_range_for_size"
 _INNER = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
@@ -276,7 +277,7 @@ def _program(
     try:
         with (
             only_torch_draws(), torch.set_grad_enabled(grad), quiet(), without_collector(),
-            seeming_on(device), functions.noted(), without_hooks(),
+            seeming_on(device), functions.noted(), without_hooks(), DataOfParameters(),
             restored_if_failed(recorded.model),
         ):  # fmt: skip
             program = torch.export.export(recorded, tuple(given), strict=False)

@@ -22,7 +22,14 @@ from atomtrain.analysis.layers.cuts import Piece, find_pieces
 from atomtrain.analysis.layers.front import Rest
 from atomtrain.analysis.layers.graph_layer import GraphLayer, Mode, OtherMode, Recipe, Template
 from atomtrain.analysis.layers.graph_runs import Graph, Recipes, read_graph
-from atomtrain.analysis.layers.micro_batch import ImageTokens, Inputs, MicroBatch, image_tokens
+from atomtrain.analysis.layers.limits import Limit
+from atomtrain.analysis.layers.micro_batch import (
+    ImageTokens,
+    Inputs,
+    MicroBatch,
+    Ready,
+    image_tokens,
+)
 from atomtrain.analysis.layers.own_ending import Inner
 from atomtrain.errors import AnalysisError, ConfigError
 
@@ -35,7 +42,7 @@ class ExportedLayers(NamedTuple):
     """The last one writes the tensors of the model's output, in order, or the loss."""
     rebuild: Callable[[Sequence[Any]], Any]
     """Makes the model's output from what the last layer writes."""
-    ready: Callable[[bool, Callable[[], None]], None]
+    ready: Ready
     """See `Traced`."""
     image_tokens: list[ImageTokens]
     """What must hold of each micro-batch."""
@@ -76,12 +83,20 @@ def exported_layers(
     attached = False
 
     known = {mode.training: AsTraced(model)}
+    limits = {mode.training: graph.limits}
 
     def exported_now() -> Exported:
         grad = not mode.is_other
         return export(model, shapes, inputs.call, own_loss=own_loss, grad=grad, device=device)
 
-    def ready(training: bool, settle: Callable[[], None]) -> None:
+    def ready(
+        training: bool, settle: Callable[[], None], hold: Callable[[Sequence[Limit]], None]
+    ) -> None:
+        require_mode(training, settle)
+        if limits[model.training]:
+            hold(limits[model.training])
+
+    def require_mode(training: bool, settle: Callable[[], None]) -> None:
         nonlocal attached
         if not mode.is_other or (attached and not training):
             before = known[model.training]
@@ -98,6 +113,7 @@ def exported_layers(
         attach(other, first, own, inputs.tensor_names)
         attached = True
         known[model.training] = AsTraced(model)
+        limits[model.training] = other.limits
 
     exported = graph.exported
     tokens = image_tokens(model, exported.graph, exported.inputs, inputs.tensor_names)

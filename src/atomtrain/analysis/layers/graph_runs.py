@@ -15,6 +15,7 @@ from atomtrain.analysis.export.functions import live_nodes, storages_of, written
 from atomtrain.analysis.layers.cuts import Piece
 from atomtrain.analysis.layers.front import Rest
 from atomtrain.analysis.layers.graph_layer import Recipe
+from atomtrain.analysis.layers.limits import Limit, take_limits
 from atomtrain.analysis.layers.micro_batch import Inputs
 from atomtrain.analysis.layers.own_ending import Inner
 from atomtrain.errors import AnalysisError
@@ -27,6 +28,8 @@ class Graph(NamedTuple):
     varying: list[fx.Node]
     """Live operations that are not constant: what the chain is made of."""
     outputs: tuple[fx.Node, ...]
+    limits: list[Limit]
+    """What forward holds parameters within; its operations for that are taken out."""
 
 
 def read_graph(
@@ -45,6 +48,7 @@ def read_graph(
     """
     exported = export(model, tensors, inputs.call, own_loss=own_loss, grad=grad, device=device)
     _unify(exported)
+    limits = take_limits(exported)
     live = live_nodes(exported.graph, exported.buffers)
     _check_writes(exported, live)
     constants = Constants(exported, live, set(model.state_dict(keep_vars=True)))
@@ -56,7 +60,7 @@ def read_graph(
             f"forward of {type(model).__name__} does nothing with the micro-batch or the weights"
         )
     [output] = [node for node in exported.graph.nodes if node.op == "output"]
-    return Graph(exported, live, constants, varying, tuple(output.args[0]))
+    return Graph(exported, live, constants, varying, tuple(output.args[0]), limits)
 
 
 def _unify(exported: Exported) -> None:

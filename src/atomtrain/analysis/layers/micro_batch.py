@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from atomtrain.analysis.export.structure import take_apart
 from atomtrain.analysis.layers.chain import Chain
+from atomtrain.analysis.layers.limits import Limit
 from atomtrain.errors import ConfigError
 
 MicroBatch = Mapping[str, Any] | Sequence[Any] | Tensor
@@ -35,14 +36,18 @@ class Larger(Protocol):
         ...
 
 
+Ready = Callable[[bool, Callable[[], None], Callable[[Sequence[Limit]], None]], None]
+
+
 class Traced(NamedTuple):
     """A chain, and how a micro-batch becomes the chain's inputs."""
 
     chain: Chain
     bind: Callable[[MicroBatch], dict[str, Any]]
-    ready: Callable[[bool, Callable[[], None]], None] = lambda training, settle: None
-    """Call `ready(training, settle)` before steps (`True`) and evaluations, in the mode that they
-    run in. It calls `settle` before it traces the model, which no other thread may notice.
+    ready: Ready = lambda training, settle, hold: None
+    """Call `ready(training, settle, hold)` before steps (`True`) and evaluations, in the mode that
+    they run in. It calls `settle` before it traces the model, which no other thread may notice, and
+    `hold` with what parameters are held within, if forward holds some.
 
     Raises `AnalysisError` or `ConfigError` if the layers cannot run in that mode.
     """

@@ -26,10 +26,12 @@ from atomtrain.analysis.layers.front_parts import front_layers
 from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.analysis.layers.known_data import known_data
 from atomtrain.analysis.layers.larger_images import LargerImages
+from atomtrain.analysis.layers.limits import Limit
 from atomtrain.analysis.layers.micro_batch import (
     Entry,
     Inputs,
     MicroBatch,
+    Ready,
     Traced,
     entries_of,
     numbered,
@@ -216,11 +218,12 @@ def _inner(
 
 def _ready(
     front: Front,
-    ready: Callable[[bool, Callable[[], None]], None],
+    ready: Ready,
     training: bool,
     settle: Callable[[], None],
+    hold: Callable[[Sequence[Limit]], None],
 ) -> None:
-    ready(training, settle)
+    ready(training, settle, hold)
     if training:
         front.check_modes()
 

@@ -16,13 +16,14 @@ after many good steps in a row it is doubled (Micikevicius et al. 2018, arXiv 17
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from atomtrain.analysis.layers.limits import Limit
 from atomtrain.engine.devices.host_memory import give_back
 from atomtrain.errors import ConfigError, nearest
 
@@ -161,6 +162,14 @@ class Masters:
             with self._present(parameter, keeper.master_keys(), True):
                 keeper.set_master(parameter, own)
         self._wrote(parameter, "values")
+
+    def hold(self, limits: Iterable[Limit]) -> None:
+        """Hold parameters within limits, as the model's own forward would."""
+        for parameter, least, most in limits:
+            values = self.read(parameter)
+            held = values.clamp(least, most)
+            if not torch.equal(held, values):
+                self.write(parameter, held)
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the optimizer's state without the master; shares memory, or copies what is on
