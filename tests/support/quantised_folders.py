@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def nf4(
     block, flat = 64, weight.flatten()
     count = -(-flat.numel() // block)
     codes = torch.randint(0, 16, (count * block,))
+    codes[::block] = 15 * torch.randint(0, 2, (count,))  # what the largest number always has
     codes[flat.numel() :] = 0
     state: dict[str, Any] = {
         "quant_type": "nf4", "blocksize": block, "dtype": dtype, "shape": list(weight.shape),
@@ -75,7 +77,7 @@ def nf4(
     factors = torch.rand(count) / 10 + 0.01
     if nested:
         inner = 4
-        levels, outer = torch.linspace(-1, 1, 256), torch.rand(-(-count // inner)) / 10
+        levels, outer = torch.linspace(-1, 1, 256), torch.rand(-(-count // inner)) / 40
         bytes_ = torch.randint(0, 256, (count,), dtype=torch.uint8)
         factors = levels[bytes_.long()] * outer[torch.arange(count) // inner] + 0.03
         made |= {
@@ -162,6 +164,9 @@ FORMS: dict[str, tuple[dict[str, Any], Quantise, dict[str, Any]]] = {
     "nf4": (QWEN3, nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
     "int8": (QWEN3, int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "gptq": (QWEN3, gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16}),
+    "gptq in order": (
+        QWEN3, partial(gptq, mixed=False), {"quant_method": "gptq", "bits": 4, "group_size": 16},
+    ),
     "awq": (QWEN3, awq, {"quant_method": "awq", "bits": 4, "group_size": 16}),
 }  # fmt: skip
 """By a name: the model, what quantises one weight, and what `config.json` says."""

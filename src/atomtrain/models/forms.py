@@ -1,10 +1,20 @@
-"""The forms of few bits in which a frozen matrix is held, and how FP8 is found in wide numbers.
+"""The forms of few bits in which a frozen matrix is held, and how published numbers are kept.
 
-A folder in FP8 has codes e4m3 and a float32 scale for each tile of a matrix (see
-`models/dequantised/floats.py`). Its weights reach this module wide, and possibly put together from
-several tensors. A tile whose numbers are codes times one scale gets these back, whichever they
-were: every number is compared. A tile of other numbers (what such a folder has wide, or e5m2) is
-held in equal steps, as 8 bits of other folders are; its scales are negative.
+Weights reach this module wide, and possibly put together from several tensors of a folder. Codes
+and scales that mean the same numbers are found in them; every number is compared, and what has none
+is held as in other folders.
+
+- `mxfp4`: see `models/quantised.py`.
+- `nf4` (bitsandbytes): the published numbers are a level times a float32 scale, rounded to 16 bits.
+  A scale that gives them all is found between those that give each.
+- `fp8` (`models/dequantised/floats.py`): codes e4m3 times a float32 scale for each tile.
+- `steps` (GPTQ and AWQ of 4 bits, with inputs in their order): the difference of two codes of 4
+  bits, which e4m3 has, too, times a scale for each group of a row.
+- `rows` (bitsandbytes of 8 bits): equal steps of the largest number of a row. The last bit of a
+  float32 may be another.
+
+A tile of other numbers is in equal steps; its scales are negative. All but `mxfp4` have scales
+whose bits are held as int32, so that they stay float32 where a model becomes bfloat16.
 """
 
 from __future__ import annotations
@@ -17,13 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomtrain.models.lora_config import FP8, MXFP4, LoraConfig
+from atomtrain.models.lora_config import FP8, MXFP4, NF4, ROWS, STEPS, LoraConfig
 from atomtrain.models.quantised import (
     E4M3,
     FP8_TYPE,
     MX_BLOCK,
     Quantised,
     block_of,
+    dequantise,
     empty_mxfp4,
     empty_quantised,
     quantise,
@@ -35,7 +46,14 @@ _LOOKED_AT = 256
 """Elements of a tile by which scales are told from others before all are compared."""
 _AT_ONCE = 1 << 22
 """Elements that are compared at once: what is made meanwhile stays small."""
-_CODES = sorted((value for value in set(E4M3) if value > 0), reverse=True)
+_CODES = {
+    FP8: sorted((value for value in set(E4M3) if value > 0), reverse=True),
+    STEPS: [float(value) for value in range(15, 0, -1)],
+    ROWS: [],
+}
+"""What the largest number of a tile may be times its scale."""
+_BITS_OF = {torch.bfloat16: 8, torch.float16: 11}
+"""Of a number's fraction, the first one included."""
 
 
 class Form(NamedTuple):
@@ -43,9 +61,9 @@ class Form(NamedTuple):
 
     bits: int
     published: str | None = None
-    """`fp8` or `mxfp4` where its numbers are kept; `None` for equal steps and NF4."""
+    """Which numbers are kept; `None` for equal steps and NF4 that are made here."""
     tile: tuple[int, int] = (0, 0)
-    """Rows and columns that share a scale in FP8; 0 stands for all."""
+    """Rows and columns that share a published scale; 0 stands for all."""
 
     def empty(self, rows: int, inputs: int, like: Tensor) -> Quantised:
         """Return room for a matrix on the device of another.
@@ -55,17 +73,27 @@ class Form(NamedTuple):
         """
         if self.published == MXFP4:
             return empty_mxfp4(rows, inputs, like)
-        if self.published == FP8:
+        if self.published in _CODES:
             codes = like.new_empty((rows, inputs), dtype=torch.int8)
             count = inputs // _block(inputs, self.tile)
             return Quantised(codes, like.new_empty((rows, count), dtype=torch.int32))
-        return empty_quantised(rows, inputs, self.bits, like)
+        codes, scales = empty_quantised(rows, inputs, self.bits, like)
+        return Quantised(codes, scales.view(torch.int32) if self.published == NF4 else scales)
+
+    @property
+    def has_bits_as_scales(self) -> bool:
+        """Whether scales stay float32 whatever the model becomes."""
+        return self.published == NF4 or self.published in _CODES
 
     def packed(self, weight: Tensor) -> Quantised:
         """Return `[O, I]` float32 in this form."""
         if self.published == MXFP4:
             return to_mxfp4(weight)
-        return to_fp8(weight, self.tile) if self.published == FP8 else quantise(weight, self.bits)
+        if self.published == NF4:
+            return to_nf4(weight)
+        if self.published in _CODES:
+            return to_fp8(weight, self.tile, self.published)
+        return quantise(weight, self.bits)
 
 
 @functools.cache  # equal modules are known by holding the same
@@ -75,9 +103,8 @@ def form_of(config: LoraConfig, inputs: int, *, transposed_experts: bool = False
     kind, tile = config.kept
     if kind == MXFP4 and transposed_experts and inputs % MX_BLOCK == 0:
         return Form(config.bits, MXFP4)
-    if kind == FP8 and inputs % 2 == 0 and _block(inputs, tile) >= _LEAST_BLOCK:
-        return Form(config.bits, FP8, tile)
-    return Form(config.bits)
+    kept = kind == NF4 or (kind in _CODES and _block(inputs, tile) >= _LEAST_BLOCK)
+    return Form(config.bits, kind, tile) if kept and inputs % 2 == 0 else Form(config.bits)
 
 
 def _block(inputs: int, tile: tuple[int, int]) -> int:
@@ -85,12 +112,13 @@ def _block(inputs: int, tile: tuple[int, int]) -> int:
     return math.gcd(block_of(inputs), tile[1] or inputs)
 
 
-def to_fp8(weight: Tensor, tile: tuple[int, int]) -> Quantised:
-    """Return `[O, I]` float32 in FP8: the same numbers, if they were made of it in such tiles."""
+def to_fp8(weight: Tensor, tile: tuple[int, int], kind: str = FP8) -> Quantised:
+    """Return `[O, I]` float32 as `fp8`, `steps` or `rows`: the same numbers, if they were made of
+    it in such tiles."""
     weight = weight.float()
     outputs, inputs = weight.shape
     high, wide = tile[0] or outputs, tile[1] or inputs
-    found = _scales_of(weight, high, wide).repeat_interleave(high, 0)[:outputs]  # [O, tiles]
+    found = _scales_of(weight, high, wide, kind).repeat_interleave(high, 0)[:outputs]  # [O, tiles]
     block = _block(inputs, tile)
     of = torch.arange(0, inputs, block) // wide
     scales = found[:, of]  # [O, I/block]
@@ -99,6 +127,7 @@ def to_fp8(weight: Tensor, tile: tuple[int, int]) -> Quantised:
     numbers = (blocks / torch.where(kept, scales, 1.0)[..., None]).to(FP8_TYPE).view(torch.int8)
     if not kept.all():
         most = blocks.abs().amax(-1)
+        most = most.amax(-1, keepdim=True).expand_as(most) if kind == ROWS else most
         steps = torch.where(most > 0, most, 1.0)
         equal = (blocks / steps[..., None] * 127).round().to(torch.int8)
         numbers = torch.where(kept[..., None], numbers, equal)
@@ -106,17 +135,17 @@ def to_fp8(weight: Tensor, tile: tuple[int, int]) -> Quantised:
     return Quantised(numbers.flatten(1), scales.view(torch.int32))
 
 
-def _scales_of(weight: Tensor, high: int, wide: int) -> Tensor:
-    """Return the scale of each tile, 0 where its numbers are not e4m3 times one scale."""
+def _scales_of(weight: Tensor, high: int, wide: int, kind: str) -> Tensor:
+    """Return the scale of each tile, 0 where its numbers are not codes times one scale."""
     outputs, inputs = weight.shape
     down, across = -(-outputs // high), -(-inputs // wide)
     filled = F.pad(weight, (0, across * wide - inputs, 0, down * high - outputs))
     tiles = filled.view(down, high, across, wide).transpose(1, 2).reshape(down * across, -1)
     peaks = tiles.abs().amax(1)
     scales = (peaks == 0).float()
-    sample = tiles[:, :: -(-tiles.shape[1] // _LOOKED_AT)]
+    sample = tiles[:, :: -(-tiles.shape[1] // min(_LOOKED_AT, -(-tiles.shape[1] // 8)))]
     # A tile's largest number mostly is the largest code: what made it divided so.
-    for code in _CODES:
+    for code in _CODES[kind]:
         left = torch.nonzero(scales == 0)[:, 0]
         if not len(left):
             break
@@ -133,3 +162,31 @@ def _are_fp8(tiles: Tensor, scales: Tensor) -> Tensor:
     """Return for each tile whether all its numbers are a code times its scale."""
     codes = (tiles / scales[:, None]).to(FP8_TYPE).float()
     return (codes * scales[:, None] == tiles).all(1)
+
+
+def to_nf4(weight: Tensor) -> Quantised:
+    """Return `[O, I]` float32 in NF4: the same numbers, if they were NF4 rounded to 16 bits."""
+    made = []
+    for rows in weight.float().split(max(1, _AT_ONCE // weight.shape[1])):
+        codes, scales = quantise(rows, 4)
+        blocks = rows.unflatten(1, (scales.shape[1], -1))
+        units = dequantise(codes, torch.ones_like(scales), torch.float32).view_as(blocks)
+        left = (units * scales[..., None] != blocks).any(-1)
+        for dtype in _BITS_OF:
+            tried = _scales_between(units, blocks, dtype)
+            fit = left & ((units * tried[..., None]).to(dtype) == blocks).all(-1)
+            scales = torch.where(fit, tried, scales)
+            left &= ~fit
+        made.append(Quantised(codes, scales.view(torch.int32)))
+    return Quantised(*(torch.cat(parts) for parts in zip(*made, strict=True)))
+
+
+def _scales_between(units: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the middle of the scales by which levels become a block's numbers, when rounded."""
+    levels, numbers = units.double().abs(), blocks.double().abs()
+    fraction, exponent = numbers.frexp()
+    half = torch.ldexp(torch.ones_like(numbers), exponent - _BITS_OF[dtype] - 1)
+    below = torch.where(fraction == 0.5, half / 2, half)  # neighbours of powers of two are nearer
+    least = torch.where(levels > 0, (numbers - below) / levels, 0.0).amax(-1)
+    most = torch.where(levels > 0, (numbers + half) / levels, math.inf).amin(-1)
+    return ((least + most) / 2).float()

@@ -16,8 +16,9 @@ from atomtrain.errors import ConfigError, nearest
 ALL_LINEAR = "all-linear"
 BITS = (8, 4)
 """Of a frozen matrix that is held narrow."""
-MXFP4, FP8 = "mxfp4", "fp8"
-_KEPT = re.compile(rf"{MXFP4}|{FP8} (\d{{1,6}})x(\d{{1,6}})")
+MXFP4, NF4, FP8, STEPS, ROWS = "mxfp4", "nf4", "fp8", "steps", "rows"
+"""Numbers that folders publish and `bits` keeps: see `models/forms.py`."""
+_KEPT = re.compile(rf"{MXFP4}|{NF4}|{ROWS}|({FP8}|{STEPS}) (\d{{1,6}})x(\d{{1,6}})")
 NOTHING, PISSA, OLORA = "nothing", "pissa", "olora"
 """How adapters begin; `pissa_niter_16` is another, with any number. See `models/lora_init.py`."""
 _ROUNDS = re.compile(rf"{PISSA}_niter_([1-9]\d{{0,3}})")
@@ -49,8 +50,8 @@ class LoraConfig:
     """Hold the frozen linear layers and experts in 8 or 4 bits, adapted or not; `None`: as they
     are. See `models/narrow.py`."""
     published: str | None = None
-    """`mxfp4`, or `fp8 128x128` with a tile's rows and columns (0 stands for all), where the
-    model's folder has such numbers and `bits` can keep them. The folder decides, not the user."""
+    """Which numbers the model's folder has that `bits` can keep, such as `mxfp4`, or `fp8 128x128`
+    with a tile's rows and columns (0 stands for all). The folder decides, not the user."""
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that are trained themselves, with all that is in them: the last one, or the
     end of a path such as `mlp.gate`."""
@@ -85,19 +86,24 @@ class LoraConfig:
             raise ConfigError(f"--lora bits={self.bits} must be 8 or 4")
         if self.published is not None and not _KEPT.fullmatch(str(self.published)):
             raise ConfigError(
-                f"--lora published={str(self.published)[:40]} must be {MXFP4} or like "
-                f"'{FP8} 128x128'"
+                f"--lora published={str(self.published)[:40]} must be {MXFP4}, {NF4}, {ROWS}, or "
+                f"like '{FP8} 128x128' or '{STEPS} 1x128'"
             )
 
     def published_as(self, settings: Mapping[str, Any] | None) -> LoraConfig:
         """Return the same with `published`; `settings` tell how a model's folder is quantised."""
-        method = (settings or {}).get("quant_method")
-        if self.bits == 4 and method == MXFP4:
-            return replace(self, published=MXFP4)
-        if self.bits == 8 and method == FP8:
-            rows, columns = (settings or {}).get("weight_block_size") or (0, 0)
-            return replace(self, published=f"{FP8} {rows}x{columns}")
-        return self
+        said = settings or {}
+        method, kept = said.get("quant_method"), None
+        if self.bits == 4:
+            kept = {"mxfp4": MXFP4, "bitsandbytes": NF4}.get(str(method))
+        elif self.bits == 8 and method == "fp8":
+            rows, columns = said.get("weight_block_size") or (0, 0)
+            kept = f"{FP8} {rows}x{columns}"
+        elif self.bits == 8 and method in ("gptq", "awq") and said.get("bits") in (2, 4):
+            kept = f"{STEPS} 1x{max(0, said.get('group_size', -1))}"
+        elif self.bits == 8 and method == "bitsandbytes":
+            kept = ROWS
+        return replace(self, published=kept)
 
     @property
     def kept(self) -> tuple[str | None, tuple[int, int]]:
@@ -105,7 +111,7 @@ class LoraConfig:
         found = None if self.published is None else _KEPT.fullmatch(self.published)
         if found is None or found[1] is None:
             return self.published, (0, 0)
-        return FP8, (int(found[1]), int(found[2]))
+        return found[1], (int(found[2]), int(found[3]))
 
     @property
     def scale(self) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from atomtrain.models.forms import Form, form_of
 from atomtrain.models.heads import head_of
-from atomtrain.models.lora_config import FP8, MXFP4, LoraConfig
+from atomtrain.models.lora_config import MXFP4, LoraConfig
 from atomtrain.models.lora_saved import is_within
 from atomtrain.models.quantised import quantised_linear, wide
 
@@ -51,7 +51,7 @@ class NarrowLinear(MadeWide):
         self.form, self._type = form_of(config, base.in_features), base.weight.dtype
         room = self.form.empty(base.out_features, base.in_features, base.weight)
         self.codes, self.scales = map(frozen, room)
-        if self.form.published == FP8:  # whose scales keep their type
+        if self.form.has_bits_as_scales:
             self.kind = frozen(base.weight.new_empty(1))
         self.bias = None if base.bias is None else frozen(base.bias)
 
@@ -61,7 +61,7 @@ class NarrowLinear(MadeWide):
 
     def wide_type(self) -> torch.dtype:
         # With --precision bf16 the scales become bfloat16, as all of the model does.
-        told = self.kind if self.form.published == FP8 else self.scales
+        told = self.kind if self.form.has_bits_as_scales else self.scales
         return self._type if told.dtype == torch.float32 else told.dtype
 
     def beginning(self, read: Callable[[], Tensor], _: str) -> Iterator[tuple[str, Tensor]]:
@@ -69,7 +69,7 @@ class NarrowLinear(MadeWide):
         packed = self.form.packed(read())
         yield "codes", packed.codes
         yield "scales", packed.scales
-        if self.form.published == FP8:
+        if self.form.has_bits_as_scales:
             yield "kind", torch.zeros(1)
 
 

@@ -8,8 +8,8 @@ of NF4, the quantiles of a normal distribution (Dettmers et al. 2023, appendix E
 power of two, kept as its exponent plus 127. What is published so is held without loss. Scales of
 one byte tell it from NF4.
 
-8 bits of FP8 (e4m3) are held without loss, too: see `models/forms.py`. Scales whose bits are kept
-as int32 tell it from equal steps, so that they stay float32 where a model becomes bfloat16.
+Scales may also be float32 whose bits are held as int32: see `models/forms.py`. With codes of 8
+bits a positive one then tells FP8 (e4m3), a negative one equal steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Quantised(NamedTuple):
     """A matrix in few bits."""
 
     codes: Tensor  # [O, I] int8, or [O, I/2] uint8 with the earlier input in the low half
-    scales: Tensor  # [O, I/block] float32, uint8 in MXFP4, or float32 as int32 in FP8
+    scales: Tensor  # [O, I/block] float32, uint8 in MXFP4, or the bits of float32 as int32
 
 
 def block_of(inputs: int) -> int:
@@ -165,7 +165,7 @@ def dequantise_in_torch(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Te
         halves = torch.stack((codes & 15, codes >> 4), -1).flatten(1)  # [O, I]
         unit = levels[halves.int()]
     blocks, factors = unit.unflatten(1, (scales.shape[1], -1)), _factors(scales)[..., None]
-    if scales.dtype == torch.int32:
+    if scales.dtype == torch.int32 and codes.dtype == torch.int8:
         numbers = codes.view(FP8_TYPE).float().view_as(blocks)
         blocks, factors = torch.where(factors > 0, numbers, blocks), factors.abs()
     out: Tensor = (blocks * factors).flatten(1).to(dtype)

@@ -22,7 +22,7 @@ from atomtrain.training.setup.loading import Weights
 from atomtrain.training.setup.state import recipe_of
 from atomtrain.views.plans.subject import subject
 from tests.support.hugging_face_models import saved_tensors, train_by_command, write_text
-from tests.support.quantised_folders import DEEPSEEK, FORMS, GPT_OSS, write_quantised
+from tests.support.quantised_folders import DEEPSEEK, FORMS, GPT_OSS, QWEN3, write_quantised
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("no_search_for_a_fit")
@@ -229,36 +229,63 @@ def test_the_command_trains_beside_experts_in_mxfp4(
         torch.testing.assert_close(merged[name][expert], base[expert] + product.mT)
 
 
-@pytest.mark.parametrize("form", ["fp8", "fp8 experts"])
-@pytest.mark.parametrize("targets", ["all-linear+experts", "q_proj", "o_proj"])
+_WIDER = {**QWEN3, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+"""Rows of bitsandbytes' blocks of 64 numbers."""
+
+
+@pytest.mark.parametrize(
+    ("form", "bits", "targets"),
+    [
+        ("fp8", 8, "all-linear"),
+        ("fp8", 8, "q_proj"),
+        ("fp8 experts", 8, "all-linear+experts"),
+        ("fp8 experts", 8, "o_proj"),
+        ("nf4", 4, "all-linear"),
+        ("nf4", 4, "q_proj"),
+        ("int8", 8, "q_proj"),
+        ("gptq in order", 8, "q_proj"),
+        ("awq", 8, "all-linear"),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp8_stays_as_it_is_published(
-    form: str, targets: str, dtype: torch.dtype, tmp_path: Path
+def test_numbers_stay_as_they_are_published(
+    form: str, bits: int, targets: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Every matrix that is held in 8 bits means the folder's numbers, adapted or not."""
-    if targets == "q_proj":
-        targets = {"fp8": "q_proj", "fp8 experts": "q_b_proj"}[form]
-    elif form == "fp8":
-        targets = targets.removesuffix("+experts")
-    write_quantised(tmp_path / "narrow", form, tmp_path / "wide")
+    """Every matrix that is held in few bits means the folder's numbers, adapted or not."""
+    config = _WIDER if form == "nf4" else None
+    write_quantised(tmp_path / "narrow", form, tmp_path / "wide", config)
     expected, sizes = filled(tmp_path / "wide", dtype), read_config(tmp_path / "narrow")
     weights, model = Weights(tmp_path / "narrow", sizes), build(sizes)
-    asked = parse_lora(f"r=2,bits=8,targets={targets}")
+    asked = parse_lora(f"r=2,bits={bits},targets={targets}")
     add_adapters(model, asked.published_as(read_quantisation(tmp_path / "narrow")))
     if dtype == torch.bfloat16:
         Narrowed(model, "bf16")
-    kept = 0
+    looked_at = 0
     for name, layer in begun_layers(model).items():
         parameter = adapted_by(name) or f"{name}.weight"
         for part, values in layer.beginning(lambda of=parameter: weights.read(of).float(), ""):
             layer.get_parameter(part).data.copy_(values)
         held = getattr(layer, "narrow", layer)
-        wide = held.current(None, dtype) if adapted_by(name) else held.weight
-        assert wide.dtype == dtype
-        assert wide.equal(expected.get_parameter(parameter)), name
-        if held.scales.dtype == torch.int32:
-            kept += (held.scales.view(torch.float32) > 0).all()
-    assert kept > 7 * sizes.config["num_hidden_layers"] - 2
+        made = held.current(None, dtype) if adapted_by(name) else layer_weight(layer)
+        wide = expected.get_parameter(parameter)
+        assert made.dtype == dtype
+        if form == "int8":  # whose last bits are those of another formula
+            torch.testing.assert_close(made, wide)
+            made, wide = made.float().mul(2**16).bfloat16(), wide.float().mul(2**16).bfloat16()
+            assert (made != wide).float().mean() < 0.01
+        elif form == "nf4":  # what is published is bfloat16
+            assert made.bfloat16().equal(wide.bfloat16()), name
+        else:
+            assert made.equal(wide), name
+        assert held.scales.dtype == torch.int32
+        assert held.codes.nbytes == wide.numel() * bits // 8
+        looked_at += 1
+    assert looked_at > 6 * sizes.config["num_hidden_layers"]
+
+
+def layer_weight(layer: Any) -> torch.Tensor:
+    weight: torch.Tensor = layer.base() if hasattr(layer, "base") else layer.weight
+    return weight
 
 
 def test_the_command_trains_beside_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

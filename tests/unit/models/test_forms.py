@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
-from atomtrain.models.forms import Form, form_of, to_fp8
-from atomtrain.models.lora_config import parse_lora
-from atomtrain.models.quantised import dequantise, dequantise_in_torch
-from tests.support.quantised_folders import fp8
+from atomtrain.models.forms import Form, form_of, to_fp8, to_nf4
+from atomtrain.models.lora_config import ROWS, STEPS, parse_lora
+from atomtrain.models.quantised import dequantise, dequantise_in_torch, quantise
+from tests.support.quantised_folders import awq, fp8, gptq, int8, nf4
 
 _E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
@@ -75,6 +78,44 @@ def test_other_tiles_are_held_in_equal_steps(dtype: torch.dtype) -> None:
     assert (error <= most / 127 * 0.51 + most * torch.finfo(dtype).eps).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("nested", [True, False])
+def test_nf4_keeps_what_was_rounded(dtype: str, nested: bool) -> None:
+    torch.manual_seed(0)
+    _, wide = nf4("a.weight", torch.randn(400, 192), nested=nested, dtype=dtype)
+    packed = to_nf4(wide)
+    assert packed.codes.shape == (400, 96)
+    kept = getattr(torch, dtype)
+    assert torch.equal(dequantise(*packed, kept).float(), wide)
+    assert torch.equal(dequantise_in_torch(*packed, kept).float(), wide)
+    plain = quantise(wide, 4)
+    bfloat16 = dequantise(plain.codes, plain.scales.bfloat16(), torch.bfloat16).float()
+    assert nested or dtype != "bfloat16" or not torch.equal(bfloat16, wide)
+    other = torch.randn(40, 192)
+    assert torch.equal(dequantise(*to_nf4(other), kept), dequantise(*quantise(other, 4), kept))
+
+
+@pytest.mark.parametrize("make", [gptq, awq])
+def test_differences_of_codes_are_kept(make: Callable[..., tuple[Any, torch.Tensor]]) -> None:
+    torch.manual_seed(0)
+    more = {} if make is awq else {"mixed": False}
+    _, wide = make("a.weight", torch.randn(24, 256), group=128, **more)
+    wide[5, :128] = 0
+    packed = to_fp8(wide, (1, 128), STEPS)
+    assert (packed.scales > 0).all()
+    assert torch.equal(dequantise(*packed, torch.float32), wide)
+    assert torch.equal(dequantise(*packed, torch.bfloat16), wide.bfloat16())
+
+
+def test_rows_of_steps_have_one_scale() -> None:
+    torch.manual_seed(0)
+    stored, wide = int8("a.weight", torch.randn(24, 256))
+    packed = to_fp8(wide, (0, 0), ROWS)
+    assert torch.equal(packed.codes, stored["a.weight"])
+    assert packed.scales.shape == (24, 4)
+    torch.testing.assert_close(dequantise(*packed, torch.float32), wide, rtol=2**-22, atol=0)
+
+
 def test_the_form_follows_folder_and_size() -> None:
     few = parse_lora("bits=8").published_as({"quant_method": "fp8", "weight_block_size": [16, 32]})
     assert form_of(few, 64) == Form(8, "fp8", (16, 32))
@@ -83,6 +124,12 @@ def test_the_form_follows_folder_and_size() -> None:
     assert form_of(whole, 100) == Form(8, "fp8", (0, 0))
     four = parse_lora("bits=4").published_as({"quant_method": "fp8"})
     assert form_of(four, 64) == Form(4)
+    ordered = parse_lora("bits=8").published_as(
+        {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    )
+    assert form_of(ordered, 256) == Form(8, "steps", (1, 128))
+    wide = parse_lora("bits=8").published_as({"quant_method": "gptq", "bits": 8})
+    assert form_of(wide, 256) == Form(8)
     mixture = parse_lora("bits=4").published_as({"quant_method": "mxfp4"})
     assert form_of(mixture, 64) == Form(4)
     assert form_of(mixture, 64, transposed_experts=True) == Form(4, "mxfp4")
