@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from atomtrain.analysis import chain_of, layer_costs
 from atomtrain.analysis.costs.costs import ChainCosts
-from atomtrain.analysis.costs.flops import attention_workspace_bytes
+from atomtrain.analysis.costs.flops import attention_workspace_bytes, more_counters
 from tests.support.software_gpu import installed
 
 
@@ -250,3 +250,18 @@ def test_a_value_counts_what_its_gradient_lies_in() -> None:
     joined_reads, joined = [list(costs.values.values())[-4 + index] for index in range(2)]
     assert joined_reads.n_bytes == 3 * 5 * 4
     assert joined_reads.held_bytes == joined.n_bytes == 3 * 100 * 4
+
+
+@pytest.mark.parametrize("kind", ["flash_attention_for_cpu", "efficient_attention"])
+def test_heads_that_share_keys_count_like_heads_of_their_own(kind: str) -> None:
+    aten = torch.ops.aten
+    forward = getattr(aten, f"_scaled_dot_product_{kind}")
+    backward = getattr(aten, f"_scaled_dot_product_{kind}_backward")
+    counters = more_counters()
+    query, shared, own = (2, 8, 16, 4), (2, 2, 16, 4), (2, 8, 16, 4)
+    product = 2 * 2 * 8 * 16 * 16 * 4  # of queries with keys, or of weights with values
+    assert counters[forward](query, shared, shared) == counters[forward](query, own, own)
+    assert counters[forward](query, shared, shared) == 2 * product
+    assert counters[backward](query, query, shared, shared) == counters[backward](
+        query, query, own, own
+    )

@@ -16,6 +16,13 @@ from torch import Tensor
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 _GROUPED = "grouped_mm_fallback"
+_ATTENTIONS = [
+    f"_scaled_dot_product_{kind}"
+    for kind in (
+        "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention",
+        "fused_attention_overrideable",
+    )
+]  # fmt: skip
 
 
 def more_counters() -> dict[Any, Callable[..., int]]:
@@ -24,12 +31,10 @@ def more_counters() -> dict[Any, Callable[..., int]]:
     Operations that are not there (libraries that are not imported) are left out.
     """
     aten = torch.ops.aten
-    counters: dict[Any, Callable[..., int]] = {
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-        aten._scaled_dot_product_fused_attention_overrideable: _attention,
-        aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward,
-    }
+    counters: dict[Any, Callable[..., int]] = {}
+    for name in _ATTENTIONS:
+        counters[getattr(aten, name)] = _attention
+        counters[getattr(aten, f"{name}_backward")] = _attention_backward
     if hasattr(aten, "_grouped_mm"):
         counters[aten._grouped_mm] = _grouped
     # Mixtures of experts of transformers, in types that the operation above does not take. In older
@@ -40,12 +45,18 @@ def more_counters() -> dict[Any, Callable[..., int]]:
     return counters
 
 
-def _attention(*shapes: Any, **_: Any) -> int:
-    return int(sdpa_flop_count(*shapes[:3]))
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, _with_heads_of(query, key), _with_heads_of(query, value)))
 
 
-def _attention_backward(*shapes: Any, **_: Any) -> int:
-    return int(sdpa_backward_flop_count(*shapes[:4]))
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    key, value = _with_heads_of(query, key), _with_heads_of(query, value)
+    return int(sdpa_backward_flop_count(gradient, query, key, value))
+
+
+def _with_heads_of(query: Sequence[int], other: Sequence[int]) -> list[int]:
+    """Several heads of the query may share one of key and value, which torch 2.9 does not count."""
+    return [other[0], query[1], *other[2:]]
 
 
 def _grouped(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:

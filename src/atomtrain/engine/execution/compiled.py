@@ -25,13 +25,16 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch._aot_autograd.schemas import AOTConfig
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from atomtrain.analysis.costs.costs import ChainCosts
@@ -131,6 +134,8 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+_AT_ONCE = "force_non_lazy_backward_lowering"
+_WATCHED = "_is_in_any_mode_without_ignore_compile_internals"
 TRACING = threading.Lock()
 """Held while something is compiled, and while optimizers of engines that compile run: compiling
 switches flags of the whole process, by which optimizers choose their arithmetic."""
@@ -273,7 +278,7 @@ def _template(layer: Layer, backend: str) -> Template:
             if key in known:
                 return known[key](tensors, values)
             # Backward too: later the optimizer runs beside it, and on a GPU another thread.
-            with TRACING, torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            with TRACING, _at_once():
                 if key not in known:  # else another device's thread has been here
                     made: Callable[..., Any]
                     made = torch.compile(_copy_of(run), backend=backend, dynamic=False)
@@ -291,6 +296,29 @@ def _template(layer: Layer, backend: str) -> Template:
             return known[key](tensors, values)
 
     return template
+
+
+@contextmanager
+def _at_once() -> Iterator[None]:
+    """Have backward compiled with forward, not when it is first called."""
+    if hasattr(torch._functorch.config, _AT_ONCE):
+        with torch._functorch.config.patch({_AT_ONCE: True}):
+            yield
+        return
+    # torch 2.9 has no such option, and goes by a flag where modes were disabled: it would not
+    # compile, and not say so.
+    plain, watched = AOTConfig.__init__, getattr(_python_dispatch, _WATCHED)
+
+    def begin(self: AOTConfig, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **{**kwargs, _AT_ONCE: True})
+
+    AOTConfig.__init__ = begin  # type: ignore[method-assign]
+    setattr(_python_dispatch, _WATCHED, False)
+    try:
+        yield
+    finally:
+        AOTConfig.__init__ = plain  # type: ignore[method-assign]
+        setattr(_python_dispatch, _WATCHED, watched)
 
 
 def _copy_of(function: Any) -> Any:
