@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from atomtrain.errors import ConfigError, nearest
+from atomtrain.models.hugging_face import without_cache
 
 VOCABULARY = 128
 _LAYERS = 2
@@ -121,9 +122,7 @@ def small_config(family: str) -> Any:
         raise ConfigError(f"transformers has no family {family!r}.{nearest(family, families())}")
     kind = CONFIG_MAPPING[family]
     values = shrunk(_defaults(kind), _OTHERWISE.get(family, {}))
-    config = kind(**values)
-    config.use_cache = False
-    return config
+    return without_cache(kind(**values))
 
 
 def _defaults(kind: Any) -> dict[str, Any]:

@@ -260,7 +260,7 @@ def build(
         AnalysisError: the configuration cannot be made a model.
     """
     require_transformers(what)
-    config = _without_cache(_auto_config(sizes.config, what))
+    config = without_cache(_auto_config(sizes.config, what))
     on_meta = torch.get_default_device().type == "meta"
     make = _maker_of(sizes)
     dtype = config.dtype if as_stored else torch.float32
@@ -282,7 +282,7 @@ def build_random(sizes: HuggingFaceConfig, what: str = "the configuration") -> n
     Raises:
         AnalysisError: the configuration cannot be made a model.
     """
-    config = _without_cache(_auto_config(sizes.config, what))
+    config = without_cache(_auto_config(sizes.config, what))
     config._experts_implementation = "eager"
     make = _maker_of(sizes)
     with _making(what):
@@ -290,7 +290,7 @@ def build_random(sizes: HuggingFaceConfig, what: str = "the configuration") -> n
     return model.eval()
 
 
-def _without_cache(config: Any) -> Any:
+def without_cache(config: Any) -> Any:
     """Return the configuration for training: keys and values of the past are not kept.
 
     Nor are weights divided for evaluation (RWKV, for numbers of 16 bits): that changes them.
