@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from atomtrain.analysis.export.conditions import MANUAL
 from atomtrain.errors import AnalysisError
@@ -126,6 +127,8 @@ def left_by(model: nn.Module, after: Values) -> Iterator[None]:
 def restored_if_failed(model: nn.Module) -> Iterator[None]:
     """If a call of a model fails, take back its hooks and what it set on modules.
 
+    If it succeeds, take back tensors without data, as newer versions of torch do themselves.
+
     Both, since a module may note that it has its hooks: without them, and with that note, later
     calls would go another way.
     """
@@ -143,6 +146,10 @@ def restored_if_failed(model: nn.Module) -> Iterator[None]:
             value.clear()
             value.update(before)
         raise
+    for value, before in own:
+        for name in [name for name, left in value.items() if isinstance(left, FakeTensor)]:
+            del value[name]
+            value.update({name: before[name]} if name in before else {})
 
 
 def _held_again(now: Any) -> Any:

@@ -10,6 +10,7 @@ import gc
 import io
 import logging
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -35,6 +36,7 @@ _ROW_BYTES = 16
 """Rows of grouped products begin at multiples of it, those of the result too."""
 _TRACING = threading.RLock()
 """Held while a model is traced, which exchanges functions of the whole process."""
+_ASKS = "transformers.integrations.moe"
 _DATA: Any = vars(torch._C.TensorBase)["data"].__get__
 _TENSOR_HOOKS = "register_hook", "register_post_accumulate_grad_hook"
 
@@ -196,14 +198,28 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-class DataOfParameters(TorchFunctionMode):
-    """Traces the `.data` of a parameter as what shares its memory and has no gradient."""
+def _caller() -> str:
+    """Return the module, not one of torch, that calls what a mode sees."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "torch":
+        frame = frame.f_back
+    return str(frame.f_globals["__name__"])
+
+
+class DataAndPlaces(TorchFunctionMode):
+    """Traces the `.data` of a parameter as what shares its memory and has no gradient.
+
+    transformers asks torch up to 2.10 whether matrices begin at multiples of 16 bytes, as all do
+    that PyTorch or a device made.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func == _DATA and isinstance(args[0], nn.Parameter):
             return args[0].detach()
+        if func == Tensor.data_ptr and _caller() == _ASKS:
+            return 0
         return func(*args, **(kwargs or {}))
 
 

@@ -30,7 +30,7 @@ from atomtrain.analysis.export.attributes import (
 from atomtrain.analysis.export.conditions import (
     CPU,
     MANUAL,
-    DataOfParameters,
+    DataAndPlaces,
     Way,
     check_dtypes,
     hidden,
@@ -209,12 +209,16 @@ def _check_assigned(model: nn.Module, exported: Exported, assigned: Mapping[str,
         path, _, last = name.rpartition(".")
         module = model.get_submodule(path)
         is_saved = last in module._buffers and last not in module._non_persistent_buffers_set
-        is_read = name in read or (last not in module._buffers and was.data_ptr() in literals)
+        is_read = name in read or (last not in module._buffers and _address(was) in literals)
         if is_saved or is_read:
             raise AnalysisError(
                 f"forward puts another tensor in the place of {name!r}, which would be lost; "
                 f"write with copy_() into a registered buffer, {MANUAL}"
             )
+
+
+def _address(tensor: Tensor) -> int:
+    return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 
 def does_the_same(one: Exported, other: Exported) -> bool:
@@ -277,7 +281,7 @@ def _program(
     try:
         with (
             only_torch_draws(), torch.set_grad_enabled(grad), quiet(), without_collector(),
-            seeming_on(device), functions.noted(), without_hooks(), DataOfParameters(),
+            seeming_on(device), functions.noted(), without_hooks(), DataAndPlaces(),
             restored_if_failed(recorded.model),
         ):  # fmt: skip
             program = torch.export.export(recorded, tuple(given), strict=False)
