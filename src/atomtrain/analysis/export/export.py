@@ -51,6 +51,10 @@ from atomtrain.errors import AnalysisError, AtomError, ConfigError, reason_of
 _log = logging.getLogger("atomtrain.analysis")
 _LIFTED = "fake tensor in the exported program constant's list"
 """What torch says where a model takes the `.data` of a tensor."""
+_OBJECT = (
+    "forward uses an object that cannot be traced, such as a torch.Generator of its own; draw "
+    f"random numbers from torch's, {MANUAL}"
+)
 _ASSERT = "_assert_scalar"
 _CHECKS = _ASSERT, "sym_constrain_range", "sym_constrain_range_for_size"
 _INNER = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
@@ -300,10 +304,7 @@ def _flatten(
 ) -> Exported:
     signature = program.graph_signature
     if any(spec.kind is InputKind.CUSTOM_OBJ for spec in signature.input_specs):
-        raise AnalysisError(
-            "forward uses an object that cannot be traced, such as a torch.Generator of its own; "
-            f"draw random numbers from torch's, {MANUAL}"
-        )
+        raise AnalysisError(_OBJECT)
     names = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     flat = Flattener(program.graph_module, functions)
     graph = flat.run(program.graph)
@@ -487,6 +488,8 @@ def _cannot_export(model: nn.Module, error: BaseException) -> str:
             if not frame.filename.startswith((*_INNER, "<")):
                 place = f"{frame.filename}:{frame.lineno} ({frame.line})"
     reason = reason_of(first) or type(first).__name__
+    if "torch._C.Generator" in reason:  # of torch 2.9
+        return _OBJECT
     if "data-dependent" in str(error) or "DataDependent" in type(first).__name__:
         reason = "what runs depends on data"
     elif _LIFTED in str(error):
