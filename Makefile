@@ -102,7 +102,7 @@ pictures: $(VENV)/.installed-dev
 	$(BIN)/python scripts/pictures
 
 # Every family of causal language models that transformers has, swapped against an ordinary loop;
-# beside other work it takes half an hour.
+# it takes a quarter of an hour.
 families: $(VENV)/.installed
 	$(BIN)/atom bench families --out benchmarks/results/families.json > /dev/null
 	$(BIN)/python -m atombench.pages families analysis
