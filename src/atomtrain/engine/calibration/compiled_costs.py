@@ -189,7 +189,9 @@ def _growth_of_host_bytes(work: Callable[[], object]) -> int:
     # Else the profiler's library writes to the terminal when it begins and ends.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        profile_memory=True,
+        acc_events=True,  # without it torch 2.11 warns
     ) as profiler:
         work()
     assert profiler.profiler is not None
