@@ -8,19 +8,22 @@ is held as in other folders.
 - `nf4` (bitsandbytes): the published numbers are a level times a float32 scale, rounded to 16 bits.
   A scale that gives them all is found between those that give each.
 - `fp8` (`models/dequantised/floats.py`): codes e4m3 times a float32 scale for each tile.
-- `steps` (GPTQ and AWQ of 4 bits, with inputs in their order): the difference of two codes of 4
-  bits, which e4m3 has, too, times a scale for each group of a row.
+- `steps` (GPTQ and AWQ of 4 bits, with inputs in their order): the difference of a code and a zero
+  point, of 4 bits each, times a scale for each group of a row. 8 bits hold the difference, which
+  e4m3 has, too; 4 bits the code. The zero point then is where a scale of 16 bits has nothing.
 - `rows` (bitsandbytes of 8 bits): equal steps of the largest number of a row. The last bit of a
   float32 may be another.
 
-A tile of other numbers is in equal steps; its scales are negative. All but `mxfp4` have scales
-whose bits are held as int32, so that they stay float32 where a model becomes bfloat16.
+With 8 bits a tile of other numbers is in equal steps, with 4 in NF4; the sign of its scale tells
+them apart. All but `mxfp4` have scales whose bits are held as int32, so that they stay float32
+where a model becomes bfloat16.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -52,6 +55,8 @@ _CODES = {
     ROWS: [],
 }
 """What the largest number of a tile may be times its scale."""
+_MOST_STEPS, _ZERO_POINT = 15, 15
+"""Of codes of 4 bits, and the bits of a scale that have the zero point."""
 _BITS_OF = {torch.bfloat16: 8, torch.float16: 11}
 """Of a number's fraction, the first one included."""
 
@@ -73,12 +78,11 @@ class Form(NamedTuple):
         """
         if self.published == MXFP4:
             return empty_mxfp4(rows, inputs, like)
-        if self.published in _CODES:
-            codes = like.new_empty((rows, inputs), dtype=torch.int8)
+        codes, scales = empty_quantised(rows, inputs, self.bits, like)
+        if self.has_bits_as_scales:
             count = inputs // _block(inputs, self.tile)
             return Quantised(codes, like.new_empty((rows, count), dtype=torch.int32))
-        codes, scales = empty_quantised(rows, inputs, self.bits, like)
-        return Quantised(codes, scales.view(torch.int32) if self.published == NF4 else scales)
+        return Quantised(codes, scales)
 
     @property
     def has_bits_as_scales(self) -> bool:
@@ -91,6 +95,8 @@ class Form(NamedTuple):
             return to_mxfp4(weight)
         if self.published == NF4:
             return to_nf4(weight)
+        if self.published == STEPS and self.bits == 4:
+            return to_steps(weight, self.tile)
         if self.published in _CODES:
             return to_fp8(weight, self.tile, self.published)
         return quantise(weight, self.bits)
@@ -118,7 +124,8 @@ def to_fp8(weight: Tensor, tile: tuple[int, int], kind: str = FP8) -> Quantised:
     weight = weight.float()
     outputs, inputs = weight.shape
     high, wide = tile[0] or outputs, tile[1] or inputs
-    found = _scales_of(weight, high, wide, kind).repeat_interleave(high, 0)[:outputs]  # [O, tiles]
+    found = _scales_of(weight, high, wide, _CODES[kind], _are_fp8, _neighbours)
+    found = found.repeat_interleave(high, 0)[:outputs]  # [O, tiles]
     block = _block(inputs, tile)
     of = torch.arange(0, inputs, block) // wide
     scales = found[:, of]  # [O, I/block]
@@ -135,8 +142,58 @@ def to_fp8(weight: Tensor, tile: tuple[int, int], kind: str = FP8) -> Quantised:
     return Quantised(numbers.flatten(1), scales.view(torch.int32))
 
 
-def _scales_of(weight: Tensor, high: int, wide: int, kind: str) -> Tensor:
-    """Return the scale of each tile, 0 where its numbers are not codes times one scale."""
+def to_steps(weight: Tensor, tile: tuple[int, int]) -> Quantised:
+    """Return `[O, I]` float32 as `steps` of 4 bits: the same numbers, if they were made of codes of
+    at most 4 bits in such tiles, with scales of 16 bits."""
+    inputs = weight.shape[1]
+    wide, block = tile[1] or inputs, _block(inputs, tile)
+    of = torch.arange(0, inputs, block) // wide
+    codes_of_size = [float(value) for value in range(1, _MOST_STEPS + 1)]
+
+    def packed(rows: Tensor) -> Quantised:
+        # The largest scale that does has the fewest steps, which 4 bits have room for.
+        found = _scales_of(rows, 1, wide, codes_of_size, _are_steps, lambda exact: [exact])[:, of]
+        blocks = rows.unflatten(1, (-1, block))  # [O, I/block, block]
+        kept = found > 0
+        steps = (blocks / torch.where(kept, found, 1.0)[..., None]).round()
+        zeros = -steps.amin(-1).clamp(max=0)
+        numbers = (steps + zeros[..., None]).where(kept[..., None], 0.0).flatten(1).to(torch.uint8)
+        codes = numbers[:, ::2] | (numbers[:, 1::2] << 4)
+        scales = (-found).view(torch.int32) | zeros.where(kept, 0.0).int()
+        if not kept.all():
+            nf4 = quantise(blocks.flatten(0, 1), 4)  # a block is a row
+            others = kept.repeat_interleave(block // 2, 1)
+            codes = torch.where(others, codes, nf4.codes.view_as(codes))
+            scales = torch.where(kept, scales, nf4.scales.view(torch.int32).view_as(scales))
+        return Quantised(codes, scales)
+
+    return _by_rows(weight, packed)
+
+
+def _by_rows(weight: Tensor, packed: Callable[[Tensor], Quantised]) -> Quantised:
+    """Return what a matrix becomes, some rows at a time, so that little is made meanwhile."""
+    rows = weight.float().split(max(1, _AT_ONCE // weight.shape[1]))
+    return Quantised(*map(torch.cat, zip(*map(packed, rows), strict=True)))
+
+
+def _scales_of(
+    weight: Tensor,
+    high: int,
+    wide: int,
+    codes: Iterable[float],
+    fit: Callable[[Tensor, Tensor], Tensor],
+    near: Callable[[Tensor], Iterable[Tensor]],
+) -> Tensor:
+    """Return the scale of each tile, 0 where none fits its numbers.
+
+    Args:
+        weight: `[O, I]` float32.
+        high: Rows of a tile.
+        wide: Columns of a tile.
+        codes: What the largest number may be times the scale; the first ones go before.
+        fit: Returns of tiles `[T, numbers]` and their scales `[T]` which ones fit.
+        near: Returns which scales are tried, given quotients.
+    """
     outputs, inputs = weight.shape
     down, across = -(-outputs // high), -(-inputs // wide)
     filled = F.pad(weight, (0, across * wide - inputs, 0, down * high - outputs))
@@ -145,17 +202,21 @@ def _scales_of(weight: Tensor, high: int, wide: int, kind: str) -> Tensor:
     scales = (peaks == 0).float()
     sample = tiles[:, :: -(-tiles.shape[1] // min(_LOOKED_AT, -(-tiles.shape[1] // 8)))]
     # A tile's largest number mostly is the largest code: what made it divided so.
-    for code in _CODES[kind]:
+    for code in codes:
         left = torch.nonzero(scales == 0)[:, 0]
         if not len(left):
             break
-        exact = peaks[left] / code  # the scale, or one of its neighbours, as products are rounded
-        for tried in (exact, *(exact.nextafter(torch.full_like(exact, e)) for e in (0, math.inf))):
-            likely = torch.nonzero(_are_fp8(sample[left], tried))[:, 0]
+        for tried in near(peaks[left] / code):
+            likely = torch.nonzero(fit(sample[left], tried))[:, 0]
             for some in likely.split(max(1, _AT_ONCE // tiles.shape[1])):
-                fit = some[_are_fp8(tiles[left[some]], tried[some])]
-                scales[left[fit]] = tried[fit]
+                whole = some[fit(tiles[left[some]], tried[some])]
+                scales[left[whole]] = tried[whole]
     return scales.view(down, across)
+
+
+def _neighbours(exact: Tensor) -> Iterable[Tensor]:
+    """Return a quotient and the numbers next to it: products of codes are rounded."""
+    return exact, *(exact.nextafter(torch.full_like(exact, e)) for e in (0, math.inf))
 
 
 def _are_fp8(tiles: Tensor, scales: Tensor) -> Tensor:
@@ -164,10 +225,19 @@ def _are_fp8(tiles: Tensor, scales: Tensor) -> Tensor:
     return (codes * scales[:, None] == tiles).all(1)
 
 
+def _are_steps(tiles: Tensor, scales: Tensor) -> Tensor:
+    """Return for each tile whether all its numbers are a code less a zero point, of 4 bits each,
+    times its scale, which has room for that point."""
+    steps = (tiles / scales[:, None]).round()
+    span = steps.amax(1).clamp(min=0) - steps.amin(1).clamp(max=0)
+    has_room = scales.view(torch.int32) & _ZERO_POINT == 0
+    return (steps * scales[:, None] == tiles).all(1) & (span <= _MOST_STEPS) & has_room
+
+
 def to_nf4(weight: Tensor) -> Quantised:
     """Return `[O, I]` float32 in NF4: the same numbers, if they were NF4 rounded to 16 bits."""
-    made = []
-    for rows in weight.float().split(max(1, _AT_ONCE // weight.shape[1])):
+
+    def packed(rows: Tensor) -> Quantised:
         codes, scales = quantise(rows, 4)
         blocks = rows.unflatten(1, (scales.shape[1], -1))
         units = dequantise(codes, torch.ones_like(scales), torch.float32).view_as(blocks)
@@ -177,8 +247,9 @@ def to_nf4(weight: Tensor) -> Quantised:
             fit = left & ((units * tried[..., None]).to(dtype) == blocks).all(-1)
             scales = torch.where(fit, tried, scales)
             left &= ~fit
-        made.append(Quantised(codes, scales.view(torch.int32)))
-    return Quantised(*(torch.cat(parts) for parts in zip(*made, strict=True)))
+        return Quantised(codes, scales.view(torch.int32))
+
+    return _by_rows(weight, packed)
 
 
 def _scales_between(units: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:

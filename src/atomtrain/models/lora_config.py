@@ -18,6 +18,8 @@ BITS = (8, 4)
 """Of a frozen matrix that is held narrow."""
 MXFP4, NF4, FP8, STEPS, ROWS = "mxfp4", "nf4", "fp8", "steps", "rows"
 """Numbers that folders publish and `bits` keeps: see `models/forms.py`."""
+_HELD_IN = {MXFP4: (4,), NF4: (4,), FP8: (8,), STEPS: (8, 4), ROWS: (8,)}
+"""The `bits` that keep each."""
 _KEPT = re.compile(rf"{MXFP4}|{NF4}|{ROWS}|({FP8}|{STEPS}) (\d{{1,6}})x(\d{{1,6}})")
 NOTHING, PISSA, OLORA = "nothing", "pissa", "olora"
 """How adapters begin; `pissa_niter_16` is another, with any number. See `models/lora_init.py`."""
@@ -89,18 +91,27 @@ class LoraConfig:
                 f"--lora published={str(self.published)[:40]} must be {MXFP4}, {NF4}, {ROWS}, or "
                 f"like '{FP8} 128x128' or '{STEPS} 1x128'"
             )
+        # Without bits a matrix stays wide, whatever was published.
+        if self.bits is not None and self.published is not None:
+            held_in = _HELD_IN[self.published.split()[0]]
+            if self.bits not in held_in:
+                raise ConfigError(
+                    f"--lora published='{self.published}' goes with bits="
+                    f"{' or '.join(map(str, held_in))}, not with bits={self.bits}"
+                )
 
     def published_as(self, settings: Mapping[str, Any] | None) -> LoraConfig:
         """Return the same with `published`; `settings` tell how a model's folder is quantised."""
         said = settings or {}
         method, kept = said.get("quant_method"), None
-        if self.bits == 4:
+        if self.bits is not None and method in ("gptq", "awq"):
+            if said.get("bits") in (2, 4):
+                kept = f"{STEPS} 1x{max(0, said.get('group_size', -1))}"
+        elif self.bits == 4:
             kept = {"mxfp4": MXFP4, "bitsandbytes": NF4}.get(str(method))
         elif self.bits == 8 and method == "fp8":
             rows, columns = said.get("weight_block_size") or (0, 0)
             kept = f"{FP8} {rows}x{columns}"
-        elif self.bits == 8 and method in ("gptq", "awq") and said.get("bits") in (2, 4):
-            kept = f"{STEPS} 1x{max(0, said.get('group_size', -1))}"
         elif self.bits == 8 and method == "bitsandbytes":
             kept = ROWS
         return replace(self, published=kept)

@@ -8,8 +8,9 @@ of NF4, the quantiles of a normal distribution (Dettmers et al. 2023, appendix E
 power of two, kept as its exponent plus 127. What is published so is held without loss. Scales of
 one byte tell it from NF4.
 
-Scales may also be float32 whose bits are held as int32: see `models/forms.py`. With codes of 8
-bits a positive one then tells FP8 (e4m3), a negative one equal steps.
+Scales may also be float32 whose bits are held as int32: see `models/forms.py`. A negative one then
+tells equal steps, a positive one FP8 (e4m3) or NF4. Of equal steps in 4 bits a zero point is taken,
+which is in the lowest four bits of the scale.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     fits &= codes.shape[0] == scales.shape[0] and block * scales.numel() == per_byte * codes.numel()
     if core is None or not real or dtype not in GRADIENTS or not fits:
         return dequantise_in_torch(codes, scales, dtype)
-    levels = _levels_for(codes, scales)
+    levels, signs = _levels_for(codes, scales), scales.dtype == torch.int32
     codes, scales = codes.contiguous(), _factors(scales).contiguous()
     out = torch.empty((codes.shape[0], per_byte * codes.shape[1]), dtype=dtype)
 
@@ -147,6 +148,7 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
             *(None, ctypes.c_int32(0))
             if levels is None
             else (address(levels), ctypes.c_int32(len(levels))),
+            ctypes.c_int32(signs),
             ctypes.c_int32(GRADIENTS[dtype]),
             ctypes.c_void_p(out.data_ptr() + begin * out.element_size()),
         )
@@ -162,12 +164,18 @@ def dequantise_in_torch(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Te
     else:
         levels = _levels_for(codes, scales)
         assert levels is not None
-        halves = torch.stack((codes & 15, codes >> 4), -1).flatten(1)  # [O, I]
-        unit = levels[halves.int()]
+        halves = torch.stack((codes & 15, codes >> 4), -1).flatten(1).int()  # [O, I]
+        unit = levels[halves]
     blocks, factors = unit.unflatten(1, (scales.shape[1], -1)), _factors(scales)[..., None]
-    if scales.dtype == torch.int32 and codes.dtype == torch.int8:
-        numbers = codes.view(FP8_TYPE).float().view_as(blocks)
-        blocks, factors = torch.where(factors > 0, numbers, blocks), factors.abs()
+    if scales.dtype == torch.int32:
+        steps = factors < 0
+        if codes.dtype == torch.int8:
+            numbers = codes.view(FP8_TYPE).float().view_as(blocks)
+            blocks, factors = torch.where(steps, blocks, numbers), factors.abs()
+        else:
+            counts = halves.view_as(blocks) - (scales & 15)[..., None]
+            blocks = torch.where(steps, counts.float(), blocks)
+            factors = torch.where(steps, -_factors(scales & ~15)[..., None], factors)
     out: Tensor = (blocks * factors).flatten(1).to(dtype)
     return out
 

@@ -244,7 +244,9 @@ _WIDER = {**QWEN3, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
         ("nf4", 4, "q_proj"),
         ("int8", 8, "q_proj"),
         ("gptq in order", 8, "q_proj"),
+        ("gptq in order", 4, "all-linear"),
         ("awq", 8, "all-linear"),
+        ("awq", 4, "q_proj"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -288,20 +290,26 @@ def layer_weight(layer: Any) -> torch.Tensor:
     return weight
 
 
-def test_the_command_trains_beside_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("form", "bits", "targets"),
+    [("fp8 experts", 8, "all-linear+experts"), ("awq", 4, "q_proj")],
+)
+def test_the_command_trains_beside_published_numbers(
+    form: str, bits: int, targets: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Adapters become what they become beside the wide copy."""
     monkeypatch.chdir(tmp_path)
-    write_quantised(tmp_path / "narrow", "fp8 experts", tmp_path / "wide")
+    write_quantised(tmp_path / "narrow", form, tmp_path / "wide")
     text = write_text(tmp_path / "text.txt")
-    asked = "r=2,targets=all-linear+experts"
-    size = ["--micro-batch", "1", "--tokens-per-step", "32", "--lora", f"{asked},bits=8"]
+    asked = f"r=2,targets={targets}"
+    size = ["--micro-batch", "1", "--tokens-per-step", "32", "--lora", f"{asked},bits={bits}"]
     assert main(["plan", "narrow", "--context", "16", "--gpu", "rtx-3090", *size]) == 0
     runs = {
         name: train_by_command(
             *(tmp_path / name, text, f"run-{name}", "--lora", lora, *more),
             *("--precision", "fp32"), memory="16MiB", sequences=2, steps=steps,
         )
-        for name, lora in (("narrow", f"{asked},bits=8"), ("wide", asked))
+        for name, lora in (("narrow", f"{asked},bits={bits}"), ("wide", asked))
         for more, steps in (((), 1), (("--resume",), 2))
     }  # fmt: skip
     narrow, wide = (saved_tensors(run) for run in runs.values())

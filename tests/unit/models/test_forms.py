@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from atomtrain.models.forms import Form, form_of, to_fp8, to_nf4
-from atomtrain.models.lora_config import ROWS, STEPS, parse_lora
+from atomtrain.errors import ConfigError
+from atomtrain.models.forms import Form, form_of, to_fp8, to_nf4, to_steps
+from atomtrain.models.lora_config import FP8, MXFP4, NF4, ROWS, STEPS, LoraConfig, parse_lora
 from atomtrain.models.quantised import dequantise, dequantise_in_torch, quantise
 from tests.support.quantised_folders import awq, fp8, gptq, int8, nf4
 
@@ -107,6 +110,57 @@ def test_differences_of_codes_are_kept(make: Callable[..., tuple[Any, torch.Tens
     assert torch.equal(dequantise(*packed, torch.bfloat16), wide.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("make", "group"),
+    [
+        (partial(gptq, mixed=False), 128),
+        (partial(gptq, mixed=False), 16),
+        (partial(gptq, mixed=False), 256),
+        (partial(gptq, mixed=False, bits=2), 128),
+        (awq, 32),
+    ],
+)
+def test_codes_of_four_bits_stay_in_four_bits(
+    make: Callable[..., tuple[Any, torch.Tensor]], group: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    _, wide = make("a.weight", torch.randn(48, 256), group=group)
+    wide[5, :group] = 0
+    wide[6, :group] = wide[6, :group].clamp(min=0)  # no number is below the zero point
+    wide[7, :group] = 2 * wide[7, :group]  # every second step is not used
+    packed = to_steps(wide, (1, group if group < 256 else 0))
+    assert packed.codes.dtype == torch.uint8
+    assert packed.codes.shape == (48, 128)
+    assert packed.scales.shape == (48, max(4, 256 // group))
+    assert (packed.scales < 0).all()
+    assert torch.equal(dequantise(*packed, dtype), wide.to(dtype))
+    assert torch.equal(dequantise_in_torch(*packed, dtype), wide.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [16, 128])
+def test_tiles_without_such_codes_are_in_nf4(group: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    _, wide = gptq("a.weight", torch.randn(8, 256), group=group, mixed=False)
+    wide[1, :group] = torch.randn(group)
+    wide[2, :group] = torch.randint(-9, 8, (group,)) / 64  # 17 numbers
+    wide[2, :2] = torch.tensor([-9, 7]) / 64
+    wide[3, :group] = torch.randint(0, 2, (group,)) * (1 + 2**-23)  # no room in the scale
+    wide[3, 0] = 1 + 2**-23
+    packed = to_steps(wide, (1, group))
+    block = min(group, 64)
+    others = (packed.scales > 0).repeat_interleave(block, 1)
+    expected = torch.zeros_like(others)
+    expected[1:4, :group] = True
+    assert torch.equal(others, expected)
+    made = dequantise(*packed, dtype)
+    assert torch.equal(made, dequantise_in_torch(*packed, dtype))
+    assert torch.equal(made[~others], wide.to(dtype)[~others])
+    nf4 = dequantise(*quantise(wide[1:4, :group].reshape(-1, block).contiguous(), 4), dtype)
+    assert torch.equal(made[1:4, :group], nf4.view(3, group))
+
+
 def test_rows_of_steps_have_one_scale() -> None:
     torch.manual_seed(0)
     stored, wide = int8("a.weight", torch.randn(24, 256))
@@ -128,9 +182,22 @@ def test_the_form_follows_folder_and_size() -> None:
         {"quant_method": "gptq", "bits": 4, "group_size": 128}
     )
     assert form_of(ordered, 256) == Form(8, "steps", (1, 128))
+    narrow = parse_lora("bits=4").published_as({"quant_method": "awq", "bits": 4})
+    assert form_of(narrow, 256) == Form(4, "steps", (1, 0))
     wide = parse_lora("bits=8").published_as({"quant_method": "gptq", "bits": 8})
     assert form_of(wide, 256) == Form(8)
     mixture = parse_lora("bits=4").published_as({"quant_method": "mxfp4"})
     assert form_of(mixture, 64) == Form(4)
     assert form_of(mixture, 64, transposed_experts=True) == Form(4, "mxfp4")
     assert form_of(mixture, 48, transposed_experts=True) == Form(4)
+
+
+@pytest.mark.parametrize(
+    ("published", "bits"),
+    [(MXFP4, 8), (NF4, 8), (ROWS, 4), (f"{FP8} 128x128", 4)],
+)
+def test_numbers_are_kept_in_their_own_bits(published: str, bits: int) -> None:
+    with pytest.raises(ConfigError, match=f"goes with bits={12 - bits}, not with bits={bits}"):
+        LoraConfig(bits=bits, published=published)
+    kept = LoraConfig(bits=12 - bits, published=published)
+    assert dataclasses.replace(kept, bits=None).published == published

@@ -65,11 +65,12 @@ for count, kind, wide, fill in itertools.product(
         range(1, 300, 7), range(3), (0, 1), ("nan", "any")):
     core.atom_norm(new((4, 2, 2)[kind] * count, fill), l(count), i(kind), i(wide), new(4))
     free()
-for blocks, block, levels, kind in itertools.product((1, 5), (2, 30, 64), (0, 16, 256), range(3)):
+sizes, counts = itertools.product((1, 5), (2, 30, 64)), (0, 16, 256)
+for (blocks, block), levels, signs, kind in itertools.product(sizes, counts, (0, 1), range(3)):
     core.atom_dequantise(
         new(blocks * block * (4 if levels == 16 else 8) // 8, "any"), new(4 * blocks, "any"),
-        l(blocks), l(block), new(4 * levels, "any") if levels else None, i(levels), i(kind),
-        new(blocks * block * (4, 2, 2)[kind]))
+        l(blocks), l(block), new(4 * levels, "any") if levels else None, i(levels), i(signs),
+        i(kind), new(blocks * block * (4, 2, 2)[kind]))
     free()
 for count, told, fill in itertools.product((1, 31, 255, 256, 257, 4095, 4097, 12288), (0, 1), "sz"):
     fill = {"s": "same", "z": "zero"}[fill]  # what codecs take is finite

@@ -5,7 +5,7 @@
 enum { MOST = 64 }; /* elements of a block of weights at most */
 
 void atom_dequantise(const void *codes, const float *scales, int64_t blocks, int64_t block,
-                     const float *levels, int32_t count, int32_t kind, void *out);
+                     const float *levels, int32_t count, int32_t signs, int32_t kind, void *out);
 
 /* Also of NaN, which stays what it is. */
 INLINE uint16_t to_bfloat16(float value) {
@@ -32,33 +32,44 @@ struct pair {
 };
 
 INLINE void dequantise(const void *codes, const float *scales, int64_t blocks, int block,
-                       const struct pair *pairs, const float *bytes, int kind, void *out) {
+                       const struct pair *pairs, const float *bytes, int signs, int kind,
+                       void *out) {
     for (int64_t index = 0, at = 0; index < blocks; index++, at += block) {
         float unit[MOST], scale = scales[index];
-        if (pairs) {
+        int steps = signs && scale < 0.0f;
+        if (pairs && steps) {
+            const uint8_t *in = (const uint8_t *)codes + at / 2;
+            int zero = (int)(bits_of(scale) & 15u);
+            for (int i = 0; i < block / 2; i++) {
+                unit[2 * i] = (float)((in[i] & 15) - zero);
+                unit[2 * i + 1] = (float)((in[i] >> 4) - zero);
+            }
+            scale = float_of(bits_of(scale) & ~15u);
+        } else if (pairs) {
             const uint8_t *in = (const uint8_t *)codes + at / 2;
             for (int i = 0; i < block / 2; i++) memcpy(unit + 2 * i, pairs + in[i], sizeof *pairs);
-        } else if (bytes && scale > 0.0f) {
+        } else if (bytes && !steps) {
             const uint8_t *in = (const uint8_t *)codes + at;
             for (int i = 0; i < block; i++) unit[i] = bytes[in[i]];
         } else {
             const int8_t *in = (const int8_t *)codes + at;
             for (int i = 0; i < block; i++) unit[i] = (float)in[i] / 127.0f;
         }
-        store(unit, block, bytes && scale < 0.0f ? -scale : scale, at, kind, out);
+        store(unit, block, steps ? -scale : scale, at, kind, out);
     }
 }
 
 /* Most blocks are full: for these the number of elements is known. */
 #define DEQUANTISE(KIND)                                                                           \
-    (block == MOST ? dequantise(codes, scales, blocks, MOST, four, bytes, KIND, out)               \
-                   : dequantise(codes, scales, blocks, (int)block, four, bytes, KIND, out))
+    (block == MOST ? dequantise(codes, scales, blocks, MOST, four, bytes, signs, KIND, out)        \
+                   : dequantise(codes, scales, blocks, (int)block, four, bytes, signs, KIND, out))
 
 /* Write `blocks` blocks, each of an even number of elements. `levels` are what the codes mean:
-   `count` is 16 for codes of 4 bits, 256 for those of 8 bits where a block's scale is positive;
-   where it is negative, or `count` is 0, codes are equal steps. `kind` is that of a gradient. */
+   `count` is 16 for codes of 4 bits, 256 for those of 8 bits, 0 where those are equal steps. With
+   `signs` codes are equal steps where a block's scale is negative; of 4 bits, less the zero point
+   that the lowest bits of the scale have. `kind` is that of a gradient. */
 void atom_dequantise(const void *codes, const float *scales, int64_t blocks, int64_t block,
-                     const float *levels, int32_t count, int32_t kind, void *out) {
+                     const float *levels, int32_t count, int32_t signs, int32_t kind, void *out) {
     struct pair pairs[256]; /* what a byte stands for */
     const struct pair *four = count == 16 ? pairs : 0;
     const float *bytes = count == 256 ? levels : 0;
