@@ -18,7 +18,10 @@ from atomtrain.models.hugging_face import build, read_config, read_quantisation
 from atomtrain.models.lora import add_adapters, begun_layers
 from atomtrain.models.lora_config import MXFP4, parse_lora
 from atomtrain.models.narrow import NarrowParameter, adapted_by
+from atomtrain.training.config.new_recipe import new_recipe
+from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.setup.loading import Weights
+from atomtrain.training.setup.sources import _base_of
 from atomtrain.training.setup.state import recipe_of
 from atomtrain.views.plans.subject import subject
 from tests.support.hugging_face_models import saved_tensors, train_by_command, write_text
@@ -322,3 +325,15 @@ def test_the_command_trains_beside_published_numbers(
         merged.append(load_file(f"merged-{name}/model.safetensors"))
     for name, tensor in merged[0].items():
         torch.testing.assert_close(tensor, merged[1][name])
+
+
+def test_another_copy_beside_adapters_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_quantised(tmp_path / "narrow", "fp8", tmp_path / "wide")
+    narrow, wide = str(tmp_path / "narrow"), str(tmp_path / "wide")
+    recipe = new_recipe(TrainOptions(model=narrow, lora="r=2,bits=8"))
+    _base_of(recipe, narrow, None)
+    assert not caplog.records
+    _base_of(recipe, wide, None)
+    assert f"(fp8 16x16), and {wide} has others (wide ones)" in caplog.text

@@ -103,7 +103,7 @@ def _key(text: Text, recipe: Recipe) -> str:
     """Return what tells these pairs and this model from others."""
     bits: int | str | None = None if recipe.lora is None else recipe.lora.bits
     if recipe.lora is not None and recipe.lora.published is not None:
-        bits = recipe.lora.published
+        bits = f"{recipe.lora.published} in {bits}"
     said = [text.sha256, recipe.context, recipe.model, recipe.precision, bits]
     if recipe.lora is not None and recipe.lora.init != NOTHING:  # what is left is rounded otherwise
         said += [dataclasses.asdict(recipe.lora), recipe.seed]

@@ -17,7 +17,7 @@ from atomtrain.data.tokenizer import Tokenizer, read_tokenizer
 from atomtrain.data.weighted import check_apart
 from atomtrain.errors import AtomError, ConfigError, DataError, SwarmError
 from atomtrain.models.heads import with_head, without_head
-from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
+from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder, read_quantisation
 from atomtrain.progress import Progress
 from atomtrain.settings import MOST_COUNT
 from atomtrain.swarm.packages import missing_packages, require_swarm
@@ -158,7 +158,17 @@ def _base_of(
             f"the run began with the model in {known}, which is not there any more; put it there "
             "again, or name its folder with --model"
         )
-    return _weights_in(model_folder(given or str(known)), recipe)
+    folder = model_folder(given or str(known))
+    if recipe.lora is not None and recipe.lora.published is not None:
+        here = recipe.lora.published_as(read_quantisation(folder)).published
+        if here != recipe.lora.published:
+            _log.warning(
+                "the run keeps numbers that its model was published in (%s), and %s has others "
+                "(%s): the frozen model is rounded otherwise here than it was; give --model the "
+                "folder that the run began with",
+                *(recipe.lora.published, folder, here or "wide ones"),
+            )
+    return _weights_in(folder, recipe)
 
 
 def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Source:
