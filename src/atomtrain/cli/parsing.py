@@ -85,6 +85,7 @@ def parse(
     about: str,
     examples: str,
     positional: Sequence[str] = (),
+    advice: Mapping[str, str] | None = None,
 ) -> Options:
     """Return the options that a command line gives.
 
@@ -95,11 +96,13 @@ def parse(
         about: One sentence for the help.
         examples: Shown at the end of the help.
         positional: Names of the fields that have no dashes.
+        advice: What to do instead of options that others have, by their names.
 
     Raises:
         ConfigError: a mistake in the command line.
     """
     parser = parser_of(kind, prog=prog, about=about, examples=examples, positional=positional)
+    parser.advice = advice or parser.advice
     return kind(**given_options(kind, parser, arguments))
 
 

@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from atomtrain.views.plans.subject import Place, Subject
 
 _ACTIVATIONS = ("recompute", "keep", "offload")
+_ADVICE = {
+    "sequences": "give --tokens-per-step N: as many as --sequences of atom train times --context",
+    "gpu_memory": "give --device-memory, such as 8GiB",
+    "memory": "give --device-memory, such as 8GiB",
+}
+"""What to do instead of what `atom train` and other tools call something."""
 _EXAMPLES = """\
   atom plan gpt3-13b --gpu rtx-3090 --host-memory 256GiB
   atom plan gpt3-175b --gpu h100 --host-memory 4TiB --picture plan.png --trace plan.json
@@ -98,8 +104,8 @@ class PlanOptions:
     )
     precision: str = option(
         AUTO,
-        "fp32, bf16 or fp16, the last two with exact float32 masters. Default: auto: bf16 where "
-        "the GPU has it in hardware, else fp16, else fp32.",
+        "fp32, bf16 or fp16, the last two with exact float32 masters; auto: bf16 where the GPU has "
+        "it in hardware, else fp16, else fp32.",
         "TYPE",
     )
     gradient_dtype: str | None = option(
@@ -173,6 +179,7 @@ def run(arguments: Sequence[str]) -> int:
         about="Say how a model would train on a machine, how fast, and what would be faster.",
         examples=_EXAMPLES,
         positional=("model",),
+        advice=_ADVICE,
     )
     check_model_name(options.model)
     check_model_place(options.model)

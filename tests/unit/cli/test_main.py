@@ -93,3 +93,21 @@ def test_help_of_a_command_is_that_command_s_own(capsys: pytest.CaptureFixture[s
         main(["help", "plan"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("usage: atom plan")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (["plan", "tiny", "--sequences", "3"], "give --tokens-per-step N"),
+        (["plan", "tiny", "--memory", "8GiB"], "give --device-memory"),
+        (["train", "--tokens-per-step", "512"], "give --sequences N"),
+        (["train", "--gpu-memory", "8GiB"], "give --device-memory"),
+    ],
+)
+def test_what_another_command_calls_it_is_known(
+    arguments: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert f"{arguments[-2]} is not an option of atom {arguments[0]}; {advice}" in told
+    assert told.count("\n") == 1

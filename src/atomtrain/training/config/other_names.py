@@ -127,7 +127,11 @@ ADVICE = {
     "per_device_eval_batch_size": "it is that of training; leave it out",
     "push_to_hub": _HUB,
     **dict.fromkeys(("checkpoint", "resume_from_checkpoint"), "give --run NAME --resume"),
-    **dict.fromkeys(("gpu_memory_utilization", "max_memory"), "give --device-memory, such as 8GiB"),
+    **dict.fromkeys(
+        ("gpu_memory", "gpu_memory_utilization", "max_memory", "memory"),
+        "give --device-memory, such as 8GiB",
+    ),
+    "tokens_per_step": "give --sequences N: a step has N sequences of --context tokens",
     "run_name": "give --run",
     "saves_per_epoch": _SAVED,
     "save_strategy": _SAVED,
