@@ -53,6 +53,11 @@ REGISTRY: dict[str, Benchmark] = {
     "overhead": Benchmark(
         "atombench.engine.overhead", "what the launching thread spends on a block"
     ),
+    "opening": Benchmark(
+        "atombench.engine.opening",
+        "time to open a model of 24 layers and of its first step",
+        takes=("beside",),
+    ),
     "generate": Benchmark(
         "atombench.engine.generate", "generated tokens a second against transformers; streamed too"
     ),
@@ -104,6 +109,9 @@ REGISTRY: dict[str, Benchmark] = {
     "curve": Benchmark(
         "atombench.engine.curve",
         "SmolLM2-135M's loss in each step against transformers.Trainer and peft",
+    ),
+    "gguf": Benchmark(
+        "atombench.engine.gguf", "SmolLM2-135M as GGUF: llama.cpp against transformers"
     ),
     "families": Benchmark(
         "atombench.families.families",

@@ -78,6 +78,9 @@ class BenchOptions:
     )
     micro_batches: int | None = option(None, "With large: of a step. Default: 16.", "N")
     steps: int | None = option(None, "With large: counted steps. Default: 3.", "N")
+    beside: Path | None = option(
+        None, "With opening: another checkout of ATOM, measured in turn.", "DIR"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +134,7 @@ def run(arguments: Sequence[str]) -> int:
         optimizer=options.optimizer,
         micro_batches=options.micro_batches,
         steps=options.steps,
+        beside=options.beside,
     )
     result = entry.run(settings)
     report(result, json=options.json, out=options.out, text=entry.text(result))

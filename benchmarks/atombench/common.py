@@ -69,6 +69,8 @@ class BenchmarkOptions:
     """Of a step of `large`."""
     steps: int | None = None
     """Counted ones of `large`."""
+    beside: Path | None = None
+    """Another checkout, which `opening` measures as well."""
 
     def __post_init__(self) -> None:
         if self.links not in LINKS:
