@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from atomtrain.analysis.costs.storages import uncounted
+from atomtrain.analysis.costs.storages import takes_inside, uncounted
 from atomtrain.errors import ConfigError
 from atomtrain.native import library
 from atomtrain.native.library import GRADIENTS, address
@@ -43,6 +43,8 @@ E2M1 = (*_SIZES, *(-size for size in _SIZES))
 FP8_TYPE = torch.float8_e4m3fn
 E4M3 = tuple(torch.arange(256).to(torch.uint8).view(FP8_TYPE).float().tolist())
 """What the 256 codes of FP8 mean."""
+_AT_ONCE, _BESIDE_BYTES = 1 << 22, 20
+"""Elements that PyTorch makes wide at a time, and what each takes meanwhile."""
 _LARGEST_EXPONENT = 2
 """Of `E2M1`: its largest level is 1.5 times four."""
 
@@ -158,7 +160,22 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantise_in_torch(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the same by PyTorch, on any device: what defines the bits."""
+    """Return the same by PyTorch, on any device: what defines the bits.
+
+    Beside the result it takes `_BESIDE_BYTES` an element, of some rows at a time.
+    """
+    rows, inputs = codes.shape[0], codes.shape[1] * (1 if codes.dtype == torch.int8 else 2)
+    at_once = max(1, _AT_ONCE // inputs)
+    if rows <= at_once or type(codes) not in (Tensor, nn.Parameter):
+        return _dequantised(codes, scales, dtype)
+    out = codes.new_empty((rows, inputs), dtype=dtype)
+    parts = (each.split(at_once) for each in (codes, scales, out))
+    for some, factors, target in zip(*parts, strict=True):
+        target.copy_(_dequantised(some, factors, dtype))
+    return out
+
+
+def _dequantised(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     if codes.dtype == torch.int8:
         unit = codes.float() / 127
     else:
@@ -261,3 +278,27 @@ for _operation in (
     torch.ops.atomtrain.quantised_linear_backward,
 ):
     register_flop_formula(_operation)(_flops)
+
+
+def _inside(of: Tensor, codes: Tensor, _: Tensor) -> int:
+    """Return what a product takes at a time: the wide matrix, and the result or what is beside."""
+    inputs = codes.shape[1] * (1 if codes.dtype == torch.int8 else 2)
+    other = codes.shape[0] if of.shape[-1] == inputs else inputs
+    result_bytes = of.numel() // of.shape[-1] * other * of.element_size()
+    elements = codes.shape[0] * inputs
+    return elements * of.element_size() + max(result_bytes, _beside(codes, elements))
+
+
+def _wide_inside(codes: Tensor, _: Tensor, dtype: torch.dtype) -> int:
+    elements = codes.numel() * (1 if codes.dtype == torch.int8 else 2)
+    return elements * dtype.itemsize + _beside(codes, elements)
+
+
+def _beside(codes: Tensor, elements: int) -> int:
+    # The compiled core takes nothing.
+    return 0 if codes.device.type == "cpu" else _BESIDE_BYTES * min(elements, _AT_ONCE)
+
+
+takes_inside(torch.ops.atomtrain.quantised_linear.default, _inside)
+takes_inside(torch.ops.atomtrain.quantised_linear_backward.default, _inside)
+takes_inside(torch.ops.atomtrain.wide.default, _wide_inside)

@@ -168,6 +168,20 @@ def uncounted() -> AbstractContextManager[None]:
     return guard
 
 
+_INSIDE: dict[str, Callable[..., int]] = {}
+
+
+def takes_inside(operation: Any, count: Callable[..., int]) -> None:
+    """Have a tracker count what an operation of one's own takes inside itself.
+
+    Args:
+        operation: Such as `torch.ops.mine.multiply.default`.
+        count: Returns the bytes that it takes at most at a time, those of its result included,
+            given its arguments.
+    """
+    _INSIDE[str(operation)] = count
+
+
 OverBudget = Callable[[int, int, str], None]
 
 
@@ -184,7 +198,7 @@ class StorageTracker(TorchDispatchMode):
 
     A storage is counted when an operation first returns it and released when its last tensor dies
     (autograd's saved tensors included). Memory that a kernel allocates and frees inside itself is
-    not seen. Active on the entering thread only.
+    not seen, unless `takes_inside` was told of it. Active on the entering thread only.
     """
 
     def __init__(self, on_growth: OverBudget | None = None) -> None:
@@ -195,7 +209,7 @@ class StorageTracker(TorchDispatchMode):
         self._on_growth = on_growth
         self._known: dict[int, _Counted] = {}
         self._on_death: Any = self._release
-        self._seen: dict[int, tuple[bool, str, Any]] = {}
+        self._seen: dict[int, tuple[bool, str, Callable[..., int] | None, Any]] = {}
         self._ignoring = False
         # Storages may die on other threads (a copy thread holds the last reference), and on this
         # one in the middle of `adopt`, hence re-entrant.
@@ -260,15 +274,18 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **kwargs) if kwargs else func(*args)
         if self._ignoring:
-            return result
+            return func(*args, **kwargs) if kwargs else func(*args)
         # This runs for every operation, and hashing or naming one takes microseconds: hence its id
         # as the key (the entry keeps it alive) and its name made once.
         seen = self._seen.get(id(func))
         if seen is None:
-            seen = self._seen[id(func)] = (_may_allocate(func), str(func), func)
-        allocates, name, _ = seen
+            name = str(func)
+            seen = self._seen[id(func)] = (_may_allocate(func), name, _INSIDE.get(name), func)
+        allocates, name, inside, _ = seen
+        if inside is not None:
+            self.expect(inside(*args, **(kwargs or {})), name)
+        result = func(*args, **kwargs) if kwargs else func(*args)
         if allocates:
             if isinstance(result, torch.Tensor):
                 self.adopt(result, name)
