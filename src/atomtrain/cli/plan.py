@@ -292,7 +292,8 @@ def _place(options: PlanOptions) -> Place:
         machine = machine or place.machine
     else:
         host_bytes = budgets.get("host_memory_bytes", host(card.host).most_memory_bytes)
-        place = Place(machine_for(card, host_bytes), card)
+        device_bytes = budgets.get("device_memory_bytes")
+        place = Place(machine_for(card, host_bytes, device_memory_bytes=device_bytes), card)
     return place._replace(machine=dataclasses.replace(machine or place.machine, **budgets))
 
 

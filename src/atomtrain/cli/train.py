@@ -167,6 +167,7 @@ def _run_peers(options: TrainOptions) -> int:
     from atomtrain.data.corpus import read_corpus
     from atomtrain.data.rows import has_rows
     from atomtrain.data.weighted import parse_weighted
+    from atomtrain.engine.devices.device_names import GPU_KINDS
     from atomtrain.events import EVENTS_FILE, PICTURE_FILE
     from atomtrain.files import require_writable
     from atomtrain.metrics.names import for_local_peer
@@ -180,6 +181,11 @@ def _run_peers(options: TrainOptions) -> int:
 
         check_model(options.model)
         model = Path(model_name(options.model)).name
+    if options.device.startswith(GPU_KINDS):
+        with leaving_at_once():
+            from atomtrain.engine.devices.gpus import require_gpus
+
+        require_gpus(options.device)
     for given in options.data or (None,):
         spec = given and parse_weighted(given).spec
         if not has_rows(spec):

@@ -20,6 +20,7 @@ from atomtrain.analysis.costs.profile import LayerTime
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.planning.plan.machine import Machine
 from atomtrain.planning.plan.updating import ADAMW_BYTES
+from atomtrain.units import format_bytes
 
 T = TypeVar("T")
 
@@ -189,7 +190,7 @@ def machine_for(
         device_memory_bytes: Budget; `None` is `DEVICE_MEMORY_SHARE` of the GPU's memory.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or a budget that is more than the GPU has.
         PlanError: a size that is not positive.
     """
     card = gpu(card) if isinstance(card, str) else card
@@ -199,6 +200,11 @@ def machine_for(
     link_bytes_per_s = min(pcie_bytes_per_s(generation, lanes), host_bytes_per_s)
     if device_memory_bytes is None:
         device_memory_bytes = int(DEVICE_MEMORY_SHARE * card.memory_bytes)
+    if device_memory_bytes > card.memory_bytes:
+        raise ConfigError(
+            f"--device-memory {format_bytes(device_memory_bytes)} is more than {card.title} has, "
+            f"{format_bytes(card.memory_bytes)}; leave it out, or choose another --gpu"
+        )
     return Machine(
         name=f"{card.title}, PCIe {generation} x{lanes}, {there.name}",
         load_bytes_per_s=link_bytes_per_s,

@@ -14,8 +14,9 @@ from atomtrain.cli.main import main
 from atomtrain.errors import ConfigError
 
 CASE = OffloadCase(
-    layers=2, width=64, vocabulary=64, sequence_tokens=16, sequences=2, rounds=1, search_turns=1
+    layers=2, width=512, vocabulary=64, sequence_tokens=16, sequences=2, rounds=1, search_turns=1
 )
+"""So wide that memory grows by more than what is free of it before."""
 
 
 def test_the_same_work_by_all_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

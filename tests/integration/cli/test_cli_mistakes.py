@@ -125,6 +125,7 @@ def test_each_mistake_of_the_benchmark_is_answered(
         (["train", *TINY, "--device", "cuda:x"], "cuda:NUMBER"),
         (["train", *TINY, "--device", "xpu:x"], "xpu:NUMBER"),
         (["train", *TINY, "--device", "xpu:99"], "there is no XPU device 99"),
+        (["train", "--device", "xpu:99"], "there is no XPU device 99"),  # two peers
         (["train", *TINY, "--device", "emulated:fast"], "4GiB/s"),
         (["serve", "missing"], "'atom export' writes a model for what serves it"),
         (["vllm_serve"], "there is no command 'vllm_serve'; 'atom generate' continues a text"),
@@ -144,6 +145,10 @@ def test_each_mistake_of_the_benchmark_is_answered(
         (["train", "--beta", "much"], "atom: --beta takes a number, not 'much'."),
         (["train", "--resume=perhaps"], "atom: --resume takes no value, 'perhaps' neither."),
         (["plan", "tiny", "--gpu"], "atom: --gpu needs a value."),
+        (
+            ["plan", "tiny", "--gpu", "rtx-3090", "--device-memory", "25GiB"],
+            "is more than GeForce RTX 3090 has, 24.0 GiB; leave it out, or choose another --gpu",
+        ),
         (["train", "--peers", "0"], "--peers must be at least 1"),
         (["train", "--threads", "0"], "--threads must be at least 1"),
         (["train", "--port", "65536"], "--port must be 0 to 65535"),

@@ -111,6 +111,10 @@ def test_a_machine_from_the_catalogue() -> None:
 def test_a_given_budget_counts() -> None:
     machine = machine_for("rtx-4090", 64 * GIB, device_memory_bytes=GIB)
     assert machine.device_memory_bytes == GIB
+    whole = machine_for("rtx-4090", 64 * GIB, device_memory_bytes=24 * GIB)
+    assert whole.device_memory_bytes == 24 * GIB
+    with pytest.raises(ConfigError, match=r"is more than GeForce RTX 4090 has, 24\.0 GiB"):
+        machine_for("rtx-4090", 64 * GIB, device_memory_bytes=24 * GIB + 1)
 
 
 def test_more_host_memory_than_a_desktop_holds_means_a_server() -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from atomtrain.engine.devices import cuda
-from atomtrain.engine.devices.device_names import GPU_KINDS
+from atomtrain.engine.devices.device_names import GPU_KINDS, parse_devices
 from atomtrain.engine.devices.vendor import Card, Vendor
 from atomtrain.engine.devices.xpu import XPU
 from atomtrain.errors import ConfigError
@@ -91,6 +91,18 @@ def require_gpu(vendor: Vendor, index: int) -> None:
         f"there is no {vendor.title} device {index}; {count} are usable: give {vendor.kind}:0"
         f"{last}{vendor.hidden()}"
     )
+
+
+def require_gpus(devices: str) -> None:
+    """Check that there are the GPUs that `--device` names; starts no driver.
+
+    Raises:
+        ConfigError: there are not; says why.
+    """
+    for one in parse_devices(devices):
+        vendor = vendor_named(one.kind)
+        if vendor is not None and one.kind in GPU_KINDS:
+            require_gpu(vendor, one.number)
 
 
 def budget_of(vendor: Vendor, index: int, wanted_bytes: int | None) -> int:
