@@ -8,7 +8,6 @@ import dataclasses
 import logging
 import shlex
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from atomtrain.settings import flag_of
 from atomtrain.topology import allowed_cores
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.other_names import ADVICE, KINDS, translated
-from atomtrain.training.config.preflight import check_early
+from atomtrain.training.config.preflight import check_early, unnamed_run
 
 LOG_FILE = "peer.log"
 RECIPE = "recipe"
@@ -195,7 +194,7 @@ def _run_peers(options: TrainOptions) -> int:
         raise ConfigError("--name names one peer; leave it out with --peers")
     if options.identity is not None:
         raise ConfigError("--identity is the key of one peer; leave it out with --peers")
-    run = options.run or f"{model}-{time.strftime('%m%d-%H%M%S')}"
+    run = options.run or unnamed_run(model, options.directory)
     threads = options.threads or max(1, len(allowed_cores()) // options.n_peers)
     shared = dataclasses.replace(
         options, run=run, peers=1, threads=threads, plain=True, host=options.listen_host

@@ -88,3 +88,12 @@ def test_the_hardware_file_is_where_it_is_looked_for() -> None:
 
     file = Path(atomtrain.__file__).parent / "planning" / "hardware.json"
     assert len(json.loads(file.read_text())["gpus"]) == len(GPUS)
+
+
+def test_runs_that_begin_in_one_second_have_names_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.strftime", lambda _: "1129-211528")
+    for expected in ("tiny-1129-211528", "tiny-1129-211528-2", "tiny-1129-211528-3"):
+        assert early.unnamed_run("tiny", tmp_path) == expected
+        (tmp_path / expected).mkdir()

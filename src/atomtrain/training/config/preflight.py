@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import json
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 from atomtrain.errors import ConfigError, SwarmError, nearest
@@ -210,6 +212,16 @@ def make_directory(directory: Path) -> None:
         raise ConfigError(
             f"{directory} cannot be made ({error.strerror}); choose another --directory"
         ) from error
+
+
+def unnamed_run(model: str, directory: Path) -> str:
+    """Return the name of a run that nobody named: what it trains, and when it begins.
+
+    Another one may have begun in the same second; that is in the folder of runs already.
+    """
+    name = f"{model}-{time.strftime('%m%d-%H%M%S')}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(each for each in names if not (directory / each).exists())
 
 
 def check_directory(directory: Path, *, resume: bool) -> None:

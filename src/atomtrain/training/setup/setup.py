@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +42,7 @@ from atomtrain.training.config.preflight import (
     check_directory,
     make_directory,
     resumed_name,
+    unnamed_run,
 )
 from atomtrain.training.config.recipe import Recipe, check_spending
 from atomtrain.training.setup.budgets import (
@@ -133,7 +133,7 @@ def open_session(options: TrainOptions, tell: Callable[[str], None] | None = Non
     run = options.run
     if run is None and options.join:
         run = swarm_config(options, None, "", None, 1).run
-    run = run or f"{Path(model_name(options.model)).name}-{time.strftime('%m%d-%H%M%S')}"
+    run = run or unnamed_run(Path(model_name(options.model)).name, options.directory)
     name = options.name or _new_name(options, options.directory / run)
     directory = options.directory / run / name
     check_directory(directory, resume=options.resume)
