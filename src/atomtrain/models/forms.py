@@ -35,6 +35,7 @@ from atomtrain.models.quantised import (
     E4M3,
     FP8_TYPE,
     MX_BLOCK,
+    ZERO_POINT,
     Quantised,
     block_of,
     dequantise,
@@ -55,8 +56,8 @@ _CODES = {
     ROWS: [],
 }
 """What the largest number of a tile may be times its scale."""
-_MOST_STEPS, _ZERO_POINT = 15, 15
-"""Of codes of 4 bits, and the bits of a scale that have the zero point."""
+_MOST_STEPS = 15
+"""Of codes of 4 bits."""
 _BITS_OF = {torch.bfloat16: 8, torch.float16: 11}
 """Of a number's fraction, the first one included."""
 
@@ -230,7 +231,7 @@ def _are_steps(tiles: Tensor, scales: Tensor) -> Tensor:
     times its scale, which has room for that point."""
     steps = (tiles / scales[:, None]).round()
     span = steps.amax(1).clamp(min=0) - steps.amin(1).clamp(max=0)
-    has_room = scales.view(torch.int32) & _ZERO_POINT == 0
+    has_room = scales.view(torch.int32) & ZERO_POINT == 0
     return (steps * scales[:, None] == tiles).all(1) & (span <= _MOST_STEPS) & has_room
 
 

@@ -43,6 +43,8 @@ E2M1 = (*_SIZES, *(-size for size in _SIZES))
 FP8_TYPE = torch.float8_e4m3fn
 E4M3 = tuple(torch.arange(256).to(torch.uint8).view(FP8_TYPE).float().tolist())
 """What the 256 codes of FP8 mean."""
+ZERO_POINT = 15
+"""The bits of a scale that have the zero point of equal steps in 4 bits."""
 _AT_ONCE, _BESIDE_BYTES = 1 << 22, 20
 """Elements that PyTorch makes wide at a time, and what each takes meanwhile."""
 _LARGEST_EXPONENT = 2
@@ -66,6 +68,11 @@ def block_of(inputs: int) -> int:
         if inputs % size == 0:
             return size
     raise ConfigError(f"a matrix of {inputs} inputs cannot be quantised; their number must be even")
+
+
+def _inputs_of(codes: Tensor) -> int:
+    """Return the columns of a matrix."""
+    return codes.shape[1] * (1 if codes.dtype == torch.int8 else 2)
 
 
 def empty_quantised(rows: int, inputs: int, bits: int, like: Tensor) -> Quantised:
@@ -164,7 +171,7 @@ def dequantise_in_torch(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Te
 
     Beside the result it takes `_BESIDE_BYTES` an element, of some rows at a time.
     """
-    rows, inputs = codes.shape[0], codes.shape[1] * (1 if codes.dtype == torch.int8 else 2)
+    rows, inputs = codes.shape[0], _inputs_of(codes)
     at_once = max(1, _AT_ONCE // inputs)
     if rows <= at_once or type(codes) not in (Tensor, nn.Parameter):
         return _dequantised(codes, scales, dtype)
@@ -190,9 +197,9 @@ def _dequantised(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
             numbers = codes.view(FP8_TYPE).float().view_as(blocks)
             blocks, factors = torch.where(steps, blocks, numbers), factors.abs()
         else:
-            counts = halves.view_as(blocks) - (scales & 15)[..., None]
+            counts = halves.view_as(blocks) - (scales & ZERO_POINT)[..., None]
             blocks = torch.where(steps, counts.float(), blocks)
-            factors = torch.where(steps, -_factors(scales & ~15)[..., None], factors)
+            factors = torch.where(steps, -_factors(scales & ~ZERO_POINT)[..., None], factors)
     out: Tensor = (blocks * factors).flatten(1).to(dtype)
     return out
 
@@ -228,7 +235,7 @@ def wide(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 @wide.register_fake
 def _(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    inputs = codes.shape[1] * (1 if codes.dtype == torch.int8 else 2)
+    inputs = _inputs_of(codes)
     return codes.new_empty((codes.shape[0], inputs), dtype=dtype)
 
 
@@ -250,7 +257,7 @@ def _(inputs: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 
 @_backward.register_fake
 def _(gradient: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    inputs = codes.shape[1] * (1 if codes.dtype == torch.int8 else 2)
+    inputs = _inputs_of(codes)
     return gradient.new_empty((*gradient.shape[:-1], inputs))
 
 
@@ -282,7 +289,7 @@ for _operation in (
 
 def _inside(of: Tensor, codes: Tensor, _: Tensor) -> int:
     """Return what a product takes at a time: the wide matrix, and the result or what is beside."""
-    inputs = codes.shape[1] * (1 if codes.dtype == torch.int8 else 2)
+    inputs = _inputs_of(codes)
     other = codes.shape[0] if of.shape[-1] == inputs else inputs
     result_bytes = of.numel() // of.shape[-1] * other * of.element_size()
     elements = codes.shape[0] * inputs
@@ -290,7 +297,7 @@ def _inside(of: Tensor, codes: Tensor, _: Tensor) -> int:
 
 
 def _wide_inside(codes: Tensor, _: Tensor, dtype: torch.dtype) -> int:
-    elements = codes.numel() * (1 if codes.dtype == torch.int8 else 2)
+    elements = codes.shape[0] * _inputs_of(codes)
     return elements * dtype.itemsize + _beside(codes, elements)
 
 
