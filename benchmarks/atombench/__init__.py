@@ -116,7 +116,7 @@ REGISTRY: dict[str, Benchmark] = {
     "families": Benchmark(
         "atombench.families.families",
         "every family of transformers: bits of swapped training against an ordinary loop",
-        takes=("model",),
+        takes=("model", "device"),
     ),
     "swarm": Benchmark(
         "atombench.swarm.swarm", "training slowed down by averaging in the background"

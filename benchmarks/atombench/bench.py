@@ -57,7 +57,10 @@ class BenchOptions:
         None, "With churn: peers to kill at the same time. Default: 1.", "N"
     )
     device: str | None = option(
-        None, "With offloaders: cpu or cuda. Default: cuda if there is one.", "DEVICE"
+        None,
+        "With offloaders: cpu or cuda. Default: cuda if there is one. With families: the same. "
+        "Default: cpu.",
+        "DEVICE",
     )
     device_memory: str | None = option(
         None, "With offloaders and large: budget on the device, such as 8GiB.", "SIZE"

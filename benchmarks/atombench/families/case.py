@@ -1,6 +1,8 @@
 """One family, in a process of its own: trained swapped and in an ordinary loop, and compared.
 
-`python -m atombench.families.case FAMILY` writes one line, a JSON object, on standard output.
+`python -m atombench.families.case FAMILY [cuda]` writes one line on standard output, a JSON object.
+
+On a GPU both choose deterministic kernels, and all updates are the host's: a GPU rounds otherwise.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ import atomtrain
 from atombench.common import Result
 from atombench.families.small import MOST_PARAMETERS, VOCABULARY, small_config
 from atomtrain.data.sampler import Batch
+from atomtrain.engine.devices.gpus import library_bytes
+from atomtrain.engine.execution.determinism import deterministic
 from atomtrain.engine.execution.randomness import micro_batch_seeds
 from atomtrain.errors import AtomError, DeviceMemoryError, PlanError
 from atomtrain.models.hugging_face import build, read_config
@@ -51,12 +56,19 @@ class NotBuiltError(Exception):
     """The small model cannot be built, or not be trained by an ordinary loop either."""
 
 
-def measure(family: str) -> Result:
-    """Return a family's row: what `atombench.families.rows` describes."""
+def measure(family: str, device: str = "cpu") -> Result:
+    """Return a family's row: what `atombench.families.families` describes.
+
+    Args:
+        family: Its `model_type`.
+        device: Where the ordinary loop runs: `cpu`, beside the emulated device, or `cuda`.
+    """
     row: Result = {"family": family}
+    library_bytes(device)  # tells cuBLAS what deterministic kernels ask for, before it begins
     try:
-        row |= _compared(family)
-        row |= _packed(family)
+        with deterministic() if device == "cuda" else nullcontext():
+            row |= _compared(family, device)
+        row |= _packed(family, device)
     except NotBuiltError as error:
         row |= {"result": "not built", "reason": _one_line(error)}
     return row
@@ -109,15 +121,21 @@ class _Reference:
     with the same memory.
     """
 
-    def __init__(self, model: Any, steps: Sequence[Sequence[MicroBatch]]) -> None:
-        self.model = copy.deepcopy(model)
+    def __init__(self, model: Any, steps: Sequence[Sequence[MicroBatch]], device: str) -> None:
+        self.model = copy.deepcopy(model).to(device)
+        self.device = device
         self.names = {name: p for name, p in self.model.named_parameters()}
-        self.optimizer = _optimizer(self.model.parameters())
+        self.host = {
+            name: nn.Parameter(p.detach().to("cpu", copy=True), p.requires_grad)
+            for name, p in self.names.items()
+        }
+        self.optimizer = _optimizer(list(self.host.values()))
         self._alias: nn.Parameter | None = None
         self._shared = _tied_weight(self.model)
         if self._shared is not None:
             self._alias = nn.Parameter(self._shared.data)
             self.model.get_input_embeddings().weight = self._alias
+        steps = [[_to(batch, device) for batch in step] for step in steps]
         seeded = _draws(self.model, steps[0][0])
         torch.manual_seed(2)
         self.losses = [self._step(step, seeded and len(step) > 1) for step in steps]
@@ -128,9 +146,8 @@ class _Reference:
         self.evaluation = sum(losses) / len(losses)
 
     def _step(self, step: Sequence[MicroBatch], seeded: bool) -> float:
-        self.optimizer.zero_grad(set_to_none=True)
         seeds = micro_batch_seeds(len(step)) if seeded else []
-        after = torch.get_rng_state()
+        after = _random_states(self.device)
         losses, of_inputs = [], []
         for index, batch in enumerate(step):
             if seeded:
@@ -147,17 +164,36 @@ class _Reference:
                 assert self._shared.grad is not None
                 self._shared.grad += gradient
         if seeded:
-            torch.set_rng_state(after)
+            torch.set_rng_state(after[0])
+            if self.device == "cuda":
+                torch.cuda.set_rng_state(after[1])
+        for name, parameter in self.names.items():
+            gradient = parameter.grad
+            self.host[name].grad = None if gradient is None else gradient.cpu()
         self.optimizer.step()
+        with torch.no_grad():
+            for name, parameter in self.names.items():
+                parameter.copy_(self.host[name])
+                parameter.grad = None
         return sum(losses) / len(step)
 
     def state(self) -> dict[str, Tensor]:
         """Return parameters, buffers and moments by name."""
-        state = dict(self.model.state_dict())
-        for name, parameter in self.names.items():
+        state = _to(self.model.state_dict(), "cpu")
+        for name, parameter in self.host.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 state[f"{name}:{key}"] = torch.as_tensor(value)
         return state
+
+
+def _to(values: Mapping[str, Tensor], device: str) -> dict[str, Tensor]:
+    return {name: value.to(device) for name, value in values.items()}
+
+
+def _random_states(device: str | torch.device) -> list[Tensor]:
+    """Return the state of the host's generator, and of the GPU's where there is one."""
+    gpu = torch.device(device).type == "cuda"
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if gpu else [])]
 
 
 def _tied_weight(model: Any) -> nn.Parameter | None:
@@ -170,20 +206,20 @@ def _tied_weight(model: Any) -> nn.Parameter | None:
 
 def _draws(model: nn.Module, batch: MicroBatch) -> bool:
     """Return whether a training step draws random numbers."""
-    before = torch.get_rng_state()
+    device = next(model.parameters()).device
+    before = _random_states(device)
     with torch.no_grad():
         _loss(copy.deepcopy(model), batch)
-    drawn = not torch.equal(before, torch.get_rng_state())
-    torch.set_rng_state(before)
-    return drawn
+    after = _random_states(device)  # whoever asks seeds again
+    return any(not torch.equal(one, two) for one, two in zip(before, after, strict=True))
 
 
-def _compared(family: str) -> Result:
+def _compared(family: str, device: str) -> Result:
     """Compare with several micro-batches, and with one if shared weights then add otherwise."""
-    row = _at(family, MICRO_BATCHES)
+    row = _at(family, MICRO_BATCHES, device)
     shared = row.pop("shared", None)
     if row["result"] == "differs" and shared is not None:
-        again = _at(family, [1] * len(MICRO_BATCHES))
+        again = _at(family, [1] * len(MICRO_BATCHES), device)
         again.pop("shared", None)
         if again["result"] == "equal":
             reason = f"with several micro-batches, {shared}, which layers share, adds otherwise"
@@ -191,18 +227,18 @@ def _compared(family: str) -> Result:
     return row
 
 
-def _at(family: str, counts: Sequence[int]) -> Result:
+def _at(family: str, counts: Sequence[int], device: str) -> Result:
     model = _model(family)
     steps = _steps(counts)
     try:
-        reference = _Reference(model, steps)
+        reference = _Reference(model, steps, device)
     except Exception as error:  # as above
         raise NotBuiltError(f"{type(error).__name__}: {error}") from error
     if not torch.isfinite(torch.tensor(reference.losses)).all():
         raise NotBuiltError("the ordinary loop's loss is not finite")
     start = copy.deepcopy(model)
     try:
-        row = _swapped(model, steps, reference)
+        row = _swapped(model, steps, reference, device)
     except DeviceMemoryError as error:  # its plan said that it fits
         return {"result": "failed", "reason": _one_line(error)}
     except AtomError as error:
@@ -211,16 +247,16 @@ def _at(family: str, counts: Sequence[int]) -> Result:
         traceback.print_exc()
         return {"result": "failed", "reason": f"{type(error).__name__}: {_one_line(error)}"}
     if row["result"] == "differs":
-        again = _Reference(start, steps)
+        again = _Reference(start, steps, device)
         if first_difference(reference.state(), again.state()) is not None:
             raise NotBuiltError("the ordinary loop gives other bits each time")
     return row
 
 
 def _swapped(
-    model: nn.Module, steps: Sequence[Sequence[MicroBatch]], reference: _Reference
+    model: nn.Module, steps: Sequence[Sequence[MicroBatch]], reference: _Reference, device: str
 ) -> Result:
-    engine, share = _engine(model, steps[0][0])
+    engine, share = _engine(model, steps[0][0], device)
     torch.manual_seed(2)
     with engine:
         losses = [engine.step(step) for step in steps]
@@ -257,17 +293,24 @@ def _shared(model: nn.Module, engine: atomtrain.Engine) -> str | None:
     return None
 
 
-def _engine(model: nn.Module, example: MicroBatch) -> tuple[atomtrain.Engine, float]:
+def _engine(model: nn.Module, example: MicroBatch, device: str) -> tuple[atomtrain.Engine, float]:
     """Return an engine with the least of the budgets that are tried, as a share of the state."""
     state_bytes = _STATE_BYTES * sum(parameter.numel() for parameter in model.parameters())
+    on_gpu = device == "cuda"
+    options = atomtrain.Options(
+        micro_batches=max(MICRO_BATCHES),
+        optimizer_on_device=False,
+        host_layers=0 if on_gpu else None,
+        deterministic=on_gpu,
+        profile=False,
+    )
     for share in _SHARES:
         try:
             engine = atomtrain.swap(
-                model, example, optimizer=_optimizer, device="emulated:4GiB/s",
-                device_memory=int(share * state_bytes), loss=NextToken().loss,
-                options=atomtrain.Options(
-                    micro_batches=max(MICRO_BATCHES), optimizer_on_device=False, profile=False
-                ),
+                model, example, optimizer=_optimizer,
+                device="cuda" if on_gpu else "emulated:4GiB/s",
+                device_memory=int(share * state_bytes) + library_bytes(device),
+                loss=NextToken().loss, options=options,
             )  # fmt: skip
             return engine, share
         except PlanError:
@@ -291,7 +334,7 @@ def _same_bits(one: Tensor, two: Tensor) -> bool:
     return torch.equal(left, right)
 
 
-def _packed(family: str) -> Result:
+def _packed(family: str, device: str) -> Result:
     """Return what `atom train --packing` says of it, and what is seen of another document."""
     with tempfile.TemporaryDirectory(prefix="atom-families-") as folder:
         small_config(family).save_pretrained(folder)
@@ -303,7 +346,7 @@ def _packed(family: str) -> Result:
         except AtomError as error:
             return {"packing": "refused", "packing_reason": _one_line(error)}
     try:
-        seen = _seen(_model(family).eval())
+        seen = _seen(_model(family).eval().to(device))
     except Exception as error:  # noqa: BLE001 (as above)
         return {"packing": "accepted", "packing_reason": f"{type(error).__name__}: {error}"}
     return {"packing": "leaks" if seen > _LEAK else "accepted", "packing_seen": seen}
@@ -323,14 +366,20 @@ def _seen(model: nn.Module) -> float:
         texts = [torch.randint(3, VOCABULARY, (1, length)) for length in lengths]
         documents = torch.arange(3).repeat_interleave(torch.tensor(lengths))[None]
         ids = torch.cat(texts, 1)
-        packed = model(**NextToken().inputs(Batch(ids, ids, documents=documents))).logits
+        packed = _logits(model, Batch(ids, ids, documents=documents))
         most, begin = 0.0, 0
         for text in texts:
-            alone = model(**NextToken().inputs(Batch(text, text, documents=text * 0))).logits
+            alone = _logits(model, Batch(text, text, documents=text * 0))
             part = packed[:, begin : begin + text.shape[1]]
             most = max(most, float((part - alone).abs().max() / alone.abs().max()))
             begin += text.shape[1]
     return most
+
+
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
+    there = str(next(model.parameters()).device)
+    logits: Tensor = model(**_to(NextToken().inputs(batch), there)).logits
+    return logits
 
 
 def _one_line(error: BaseException) -> str:
@@ -343,7 +392,7 @@ def told(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure the named family."""
+    """Measure the named family, on the device that may be named behind it."""
     # Libraries print what they like; the row has a descriptor of its own.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -352,7 +401,7 @@ def main(arguments: Sequence[str]) -> int:
     from transformers import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    row = measure(arguments[0])
+    row = measure(*arguments)
     replies.write(json.dumps(row) + "\n")
     replies.flush()
     return 0

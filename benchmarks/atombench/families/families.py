@@ -30,6 +30,7 @@ from typing import Any
 from atombench import forks
 from atombench.common import BenchmarkOptions, Result, description, keep_partial, progress
 from atombench.families.small import families
+from atomtrain.engine.devices.gpus import require_gpus
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.models.hugging_face import require_transformers
 from atomtrain.topology import allowed_cores
@@ -46,19 +47,23 @@ def run(options: BenchmarkOptions) -> Result:
     """Measure; see the module.
 
     Args:
-        options: `quick` takes three families, `model` names the only one.
+        options: `quick` takes three families, `model` names the only one. `device` is where both
+            compute: `cpu`, swapped through the emulated device, or `cuda`.
 
     Raises:
-        ConfigError: transformers is missing, or has no such family.
+        ConfigError: transformers or the GPU is missing, or there is no such family.
     """
     require_transformers("the families of models")
-    names = _chosen(options)
+    names, device = _chosen(options), options.device or "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device!r} cannot be compared; give cpu or cuda")
+    require_gpus(device)
     rows: list[Result] = []
-    for row in _rows(names):
+    for row in _rows(names, device):
         rows.append(row)
         progress(f"{len(rows)} of {len(names)}: {sentence(row)}")
-        keep_partial(_result(rows), options.out)
-    return _result(rows)
+        keep_partial(_result(rows, device), options.out)
+    return _result(rows, device)
 
 
 def _chosen(options: BenchmarkOptions) -> Sequence[str]:
@@ -73,12 +78,12 @@ def _chosen(options: BenchmarkOptions) -> Sequence[str]:
     return [options.model]
 
 
-def _rows(names: Sequence[str]) -> Iterator[Result]:
+def _rows(names: Sequence[str], device: str) -> Iterator[Result]:
     """Yield a row for each family as it comes; each runs in a process of its own."""
     # What is forked from starts once, and not twice at the same time.
     forks.run([sys.executable, "-c", "pass"], _START_S)
     with ThreadPoolExecutor(len(allowed_cores())) as pool:
-        tasks = [pool.submit(_row, name) for name in names]
+        tasks = [pool.submit(_row, name, device) for name in names]
         try:
             for task in as_completed(tasks):
                 yield task.result()
@@ -86,9 +91,9 @@ def _rows(names: Sequence[str]) -> Iterator[Result]:
             pool.shutdown(cancel_futures=True)
 
 
-def _row(name: str) -> Result:
+def _row(name: str, device: str) -> Result:
     try:
-        done = forks.run([sys.executable, "-m", _CASE, name], _CASE_S)
+        done = forks.run([sys.executable, "-m", _CASE, name, device], _CASE_S)
     except TimeoutExpired:
         return {"family": name, "result": "failed", "reason": f"took more than {_CASE_S:.0f} s"}
     lines = done.stdout.splitlines()
@@ -100,13 +105,13 @@ def _row(name: str) -> Result:
     return row
 
 
-def _result(rows: Sequence[Result]) -> Result:
+def _result(rows: Sequence[Result], device: str) -> Result:
     import transformers
 
     ordered = sorted(rows, key=lambda row: str(row["family"]))
     found = description()
     found["versions"]["transformers"] = transformers.__version__
-    return {**summary(ordered), "rows": ordered, **found}
+    return {**summary(ordered), "device": device, "rows": ordered, **found}
 
 
 def summary(rows: Sequence[Result]) -> Result:

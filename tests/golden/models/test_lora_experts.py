@@ -17,13 +17,7 @@ from atomtrain.data.sampler import Batch
 from atomtrain.engine.api import swap
 from atomtrain.engine.options import Options
 from atomtrain.models.hugging_face import build, read_config, read_quantisation
-from atomtrain.models.lora import (
-    ExpertAdapter,
-    adapted_layers,
-    add_adapters,
-    begun_layers,
-    merged_experts,
-)
+from atomtrain.models.lora import ExpertAdapter, adapted_layers, begun_layers, merged_experts
 from atomtrain.models.lora_config import LoraConfig, parse_lora
 from atomtrain.models.making import parameter_count
 from atomtrain.models.narrow import NarrowParameter, adapted_by, experts_of
@@ -32,6 +26,7 @@ from atomtrain.optimizers import AdamW
 from atomtrain.training.setup.loading import Weights
 from atomtrain.training.setup.objective import NextToken
 from atomtrain.training.setup.state import model_of
+from tests.support.adapted_models import adapted
 from tests.support.hugging_face_models import (
     MIXTURES,
     saved_tensors,
@@ -50,24 +45,6 @@ _IDS = torch.arange(24).view(2, 12)
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def adapted(folder: Path, config: LoraConfig) -> Any:
-    """Return a model with adapters that are not zero any more."""
-    sizes = read_config(folder)
-    weights, model = Weights(folder, sizes), build(sizes)
-    weights.fill(model)
-    add_adapters(model, config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, layer in begun_layers(model).items():
-            base = weights.read(adapted_by(name) or f"{name}.weight")
-            for part, values in layer.beginning(lambda base=base: base, name):
-                layer.get_parameter(part).copy_(values)
-        for layer in adapted_layers(model).values():
-            drawn = torch.randn(layer.lora_B.weight.shape, generator=generator)
-            layer.lora_B.weight.copy_(0.05 * drawn)
-    return model
 
 
 def steps() -> list[list[dict[str, torch.Tensor]]]:

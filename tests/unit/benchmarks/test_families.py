@@ -98,6 +98,8 @@ def test_families_that_are_not_there_are_told() -> None:
         small_config("lama")
     with pytest.raises(ConfigError, match=r"no family 'lama' of causal .* Did you mean 'llama'\?"):
         families.run(BenchmarkOptions(model="lama"))
+    with pytest.raises(ConfigError, match="--device 'tpu' cannot be compared; give cpu or cuda"):
+        families.run(BenchmarkOptions(quick=True, device="tpu"))
 
 
 class _Tiny(nn.Module):
@@ -123,7 +125,7 @@ class _Tiny(nn.Module):
 
 def _row_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch, swapped: Any) -> dict[str, Any]:
     monkeypatch.setattr(case, "_model", lambda family: model)
-    monkeypatch.setattr(case, "_packed", lambda family: {})
+    monkeypatch.setattr(case, "_packed", lambda family, device: {})
     monkeypatch.setattr(case, "_swapped", swapped)
     return case.measure("tiny")
 
@@ -183,7 +185,7 @@ def test_signs_of_zero_and_moments_of_nobody_are_differences() -> None:
 def test_shared_weights_that_add_otherwise_are_looked_at_with_one_micro_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def swapped(model: Any, steps: Any, reference: Any) -> Any:
+    def swapped(model: Any, steps: Any, reference: Any, device: str) -> Any:
         if max(map(len, steps)) == 1:
             return {"result": at_one}
         return {"result": "differs", "shared": "table"}
@@ -203,7 +205,7 @@ def test_what_is_seen_of_another_document() -> None:
 
 def test_a_process_that_ends_without_a_row_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families, "_CASE", "json.tool")
-    row = families._row("/no/such/file")
+    row = families._row("/no/such/file", "cpu")
     assert row["result"] == "failed"
     assert re.search("its process ended with [12] and said", row["reason"])
 
@@ -214,7 +216,8 @@ def test_quick_takes_three_families_and_writes_them_as_they_come(
     out = tmp_path / "families.json"
     kept = []
 
-    def row(name: str) -> dict[str, Any]:
+    def row(name: str, device: str) -> dict[str, Any]:
+        assert device == "cpu"
         if out.exists():
             kept.append(len(json.loads(out.read_text())["rows"]))
         return {"family": name, **EQUAL}
