@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import atomtrain
+from atombench.families.case import measure
 from atomtrain.data.sampler import Batch
 from atomtrain.engine.devices.devices import open_device
 from atomtrain.engine.generation.generating import Wish, generate
@@ -165,6 +166,14 @@ def test_a_hugging_face_model_trains_as_in_an_ordinary_loop_on_the_gpu(kind: str
     assert losses == pytest.approx(expected, rel=2e-3)
     assert engine.last is not None
     assert engine.last.device_peak_bytes <= engine.device.memory_bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "gpt_oss", "qwen3_moe", "mamba2"])
+def test_families_have_the_bits_of_an_ordinary_loop_on_the_gpu(family: str) -> None:
+    """With dropout, masks that the model adds, experts and states; updates are the host's."""
+    pytest.importorskip("transformers")
+    row = measure(family, "cuda")
+    assert (row["result"], row["evaluation"]) == ("equal", "equal"), row
 
 
 def _matrices(model: nn.Module, large: bool) -> list[nn.Parameter]:

@@ -313,6 +313,7 @@ def _traced(
     """
     with Progress("tracing the model"):
         traced = chain_of(model, example, loss, layers, device.torch_device)
+    device.trim()  # what constants were computed in
     if check:
         require_data(traced.chain)
         on_host = device.torch_device.type == "cpu"

@@ -20,8 +20,10 @@ from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.errors import AnalysisError
 
 PROFILE_S = 2.0
-"""The whole profile takes about this long, and longer only where one round of all distinct layers
-does."""
+"""The whole profile takes about this long, and longer only where a few rounds do."""
+_LEAST_ROUNDS = 3
+"""Of layers that take less than `_SHORT_S`: of two measurements none can be told to be a hiccup."""
+_SHORT_S = 0.1
 LONGEST_S = 2.0
 """A layer that is expected to take longer is estimated from its FLOPs."""
 _ROUNDS = 40
@@ -120,7 +122,8 @@ def layer_times(
                     samples[cost.kind] = [estimates[cost.kind]]
                     continue
                 known = samples.setdefault(cost.kind, [])
-                if known and time.perf_counter() > ends_s:
+                few = len(known) < _LEAST_ROUNDS and (not known or sum(known[0][:2]) < _SHORT_S)
+                if time.perf_counter() > ends_s and not few:
                     continue
                 with computing():
                     values = example_values(layer, costs, inputs, device)
@@ -250,8 +253,10 @@ def _measure(
             if isinstance(value, Tensor):
                 value.grad = None  # else the next backward would add to it
 
-    # The first run of each kind chooses kernels and touches memory.
+    # The first run of each kind chooses kernels and touches memory. A GPU has others for each:
+    # attention without a graph is prepared anew, for half a second.
     both()
+    forward()
     return LayerTime(timed(forward), timed(both))
 
 

@@ -6,10 +6,14 @@ are read. So is what depends on buffers that a checkpoint may replace.
 
 Models that are traced write out masks that they do without otherwise, because a traced graph might
 be run with other data. Ours is not: it has the example's shapes, and its masks are known.
+
+They are computed where the model runs, as the model itself would: a GPU's sine has other last bits
+than the processor's. Then they lie on the host, as weights do.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +29,15 @@ from atomtrain.analysis.export.functions import (
     written_by,
 )
 
+_CPU = torch.device("cpu")
+_log = logging.getLogger("atomtrain.analysis")
+
+
+def _computing_device(seeming: torch.device) -> torch.device:
+    """Return where constants are computed; plans are also made for GPUs that are not there."""
+    there = torch.accelerator.current_accelerator(check_available=True)
+    return seeming if there is not None and there.type == seeming.type else _CPU
+
 
 class Constants:
     """Which nodes of a graph are constant, and the values of those that are held as buffers."""
@@ -32,6 +45,7 @@ class Constants:
     def __init__(self, exported: Exported, live: list[fx.Node], persistent: set[str]) -> None:
         """Decide for each of the `live` nodes; `persistent` names buffers that may be replaced."""
         self._exported = exported
+        self._device = _computing_device(exported.device)
         self._live = live
         self.nodes = _constant_nodes(exported, live, set())
         """Constant calls and sources: independent of micro-batch, weights and randomness."""
@@ -85,7 +99,8 @@ class Constants:
         key = self.key(node)
         if key not in self._held:
             # Layers own what they are given: no views of larger tensors.
-            self._held[key] = self.value(node).detach().clone()
+            value = self.value(node).detach()
+            self._held[key] = value.clone() if value.is_meta else value.to("cpu", copy=True)
         return self._held[key]
 
     def value(self, node: fx.Node) -> Tensor:
@@ -96,6 +111,17 @@ class Constants:
         for writer in self._writers:
             if any(storages & storages_of(target) for target in written_by(writer)):
                 wanted |= _ancestors(writer, self.nodes)
+        try:
+            return self._computed(node, wanted)
+        except torch.OutOfMemoryError:
+            _log.warning(
+                "constants of the model are computed on the processor, since %s has too little "
+                "memory for them: their last bits may differ", self._device,
+            )  # fmt: skip
+            self._device = _CPU
+            return self._computed(node, wanted)
+
+    def _computed(self, node: fx.Node, wanted: set[fx.Node]) -> Tensor:
         values: dict[fx.Node, Any] = {}
         with torch.no_grad():
             for source in wanted:
@@ -103,14 +129,17 @@ class Constants:
                     values[source] = self._source(source)
             for call in self._live:
                 if call in wanted:
-                    values[call] = _computed(call, values)
+                    values[call] = _result(call, values, self._device)
         result: Tensor = values[node]
         return result
 
     def _source(self, node: fx.Node) -> Tensor:
         if node in self._exported.literals:
-            return self._exported.literals[node].clone()
-        return self._exported.buffers[node][1]
+            return self._there(self._exported.literals[node]).clone()
+        return self._there(self._exported.buffers[node][1])
+
+    def _there(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_meta else tensor.to(self._device)
 
     def key(self, node: fx.Node) -> int:
         """Return a number for the expression that makes a constant, equal for equal ones."""
@@ -188,7 +217,7 @@ def _ancestors(node: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+def _result(node: fx.Node, values: Mapping[fx.Node, Any], device: torch.device) -> Any:
     given = [values[source] for source in node.all_input_nodes]
     if any(isinstance(v, Tensor) and v.is_meta for v in given):
         return fx.node.map_aggregate(
@@ -198,14 +227,11 @@ def _computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
             ),
         )
     args, kwargs = fx.node.map_aggregate(
-        fx.node.map_arg((node.args, node.kwargs), lambda n: values[n]), _on_cpu
+        fx.node.map_arg((node.args, node.kwargs), lambda n: values[n]),
+        lambda a: device if isinstance(a, torch.device) else a,
     )
     assert callable(node.target)
     return node.target(*args, **kwargs)
-
-
-def _on_cpu(value: Any) -> Any:
-    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 _BY_TRANSFORMERS = "/transformers/models/", "attention_interface("

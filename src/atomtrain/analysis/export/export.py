@@ -75,6 +75,8 @@ class Exported:
     """Placeholders of the micro-batch's tensors, with their positions."""
     rebuild: Callable[[Sequence[Any]], Any]
     """Makes what the model returns from the graph's output."""
+    device: torch.device
+    """Where the model's tensors seemed to be."""
 
 
 class _Output:
@@ -263,7 +265,7 @@ def _traced(recorded: _Recorded, given: Sequence[Tensor], grad: bool, way: Way) 
         try:
             with StandIns(equal) as stand_ins:
                 program = _program(recorded, given, grad, way.device, functions)
-            return _flatten(recorded, program, functions, stand_ins.paths)
+            return _flatten(recorded, program, functions, stand_ins.paths, way.device)
         except Exception as error:
             reason = why_unequal(error)
             if reason is None:
@@ -271,7 +273,7 @@ def _traced(recorded: _Recorded, given: Sequence[Tensor], grad: bool, way: Way) 
             _log.info("every module of %s is traced: %s", type(recorded.model).__name__, reason)
             recorded.output, functions = _Output(), Functions()
     program = _program(recorded, given, grad, way.device, functions)
-    return _flatten(recorded, program, functions, ())
+    return _flatten(recorded, program, functions, (), way.device)
 
 
 def _program(
@@ -301,6 +303,7 @@ def _flatten(
     program: torch.export.ExportedProgram,
     functions: Functions,
     calls: Sequence[str],
+    device: torch.device,
 ) -> Exported:
     signature = program.graph_signature
     if any(spec.kind is InputKind.CUSTOM_OBJ for spec in signature.input_specs):
@@ -317,7 +320,9 @@ def _flatten(
         repeat(graph, {target: moved[names[name]] for name, target in targets.items()}, calls)
     literals = {}
     for name, target in signature.inputs_to_lifted_tensor_constants.items():
-        literals[moved[names[name]]] = program.constants[target].detach()
+        literal = program.constants[target].detach()
+        # On a GPU, code that makes a tensor there has made it already.
+        literals[moved[names[name]]] = literal if literal.is_meta else literal.cpu()
     return Exported(
         graph,
         {
@@ -331,6 +336,7 @@ def _flatten(
         literals,
         {moved[names[name]]: index for index, name in enumerate(signature.user_inputs)},
         recorded.output.rebuild,
+        device,
     )
 
 
