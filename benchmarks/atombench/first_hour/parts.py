@@ -14,6 +14,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +25,7 @@ import torch
 
 from atombench.common import BenchmarkOptions, Result, description, progress, report
 from atombench.engine import large, optimizer
+from atombench.first_hour import failures
 from atombench.first_hour.sizes import NEEDED, SIZES, PartOrder
 from atombench.first_hour.trials import memory, timeline
 from atombench.offloaders.offloaders import Setting, WorkerError, opened
@@ -91,16 +93,26 @@ def _product_flops_per_s(device: Any, rows: int) -> float:
     return 2 * rows**3 / taken_s
 
 
-_TEST = re.compile(r"^(tests/\S+?::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
+_OUTCOMES = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
+_TEST = re.compile(rf"^(?:tests/\S+?::.*? |\[gw\d+\] \[ *\d+%\] )({_OUTCOMES})\b")
+"""A line of `pytest -v`, alone or with pytest-xdist."""
+_PROCESSES = 6
 
 
 def tests(order: PartOrder) -> Result:
-    """The tests of the GPU, up to ten failures."""
+    """The tests of the GPU, up to ten failures; several at a time where pytest-xdist is."""
     result: Result = {"counts": {}, "failed": [], "skipped": {}}
     if not _there("pytest"):
         result["skipped"]["pytest"] = NEEDED["pytest"]
         return result
-    options = ("-m", "gpu", "--maxfail=10", "-v", "--tb=short", "-p", "no:cacheprovider")
+    options = ["-m", "gpu", "--maxfail=10", "-v", "--tb=short", "-p", "no:cacheprovider"]
+    options += ["-p", failures.__name__]
+    processes = min(_PROCESSES, len(os.sched_getaffinity(0)) // 2)
+    if processes > 1 and _there("xdist"):
+        options += ["-n", str(processes)]
+    # The folder that `hour` gives each hour to itself: what is left of a part that is ended goes.
+    told = Path(os.environ.get("XDG_CACHE_HOME") or tempfile.gettempdir()) / f"told-{os.getpid()}"
+    told.write_text("", encoding="utf-8")
     counts = Counter[str]()
     tail: list[str] = []
     with subprocess.Popen(
@@ -110,6 +122,7 @@ def tests(order: PartOrder) -> Result:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        env={**os.environ, failures.FILE: str(told)},
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -117,11 +130,11 @@ def tests(order: PartOrder) -> Result:
             found = _TEST.match(line)
             if found is None:
                 continue
-            counts[found[2].lower()] += 1
-            if found[2] in ("FAILED", "ERROR"):
-                result["failed"].append(found[1])
+            counts[found[1].lower()] += 1
             result["counts"] = dict(counts)
+            result["failed"] = [json.loads(each) for each in told.read_text("utf-8").splitlines()]
             order.keep(result)
+    told.unlink()
     result |= {"exit_code": process.returncode, "output": tail[-200:]}
     if process.returncode:
         order.keep(result)

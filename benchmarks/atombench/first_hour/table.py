@@ -78,8 +78,10 @@ def _machine(row: Result) -> Iterator[Line]:
 def _tests(row: Result) -> Iterator[Line]:
     counts = row.get("counts", {})
     yield "tests", ", ".join(f"{count} {name}" for name, count in counts.items()) or _LATE
-    for name in row.get("failed", ()):
-        yield "failed", name
+    for found in row.get("failed", ()):
+        yield "failed", found["test"]
+        reasons = [line[1:].strip() for line in found["said"].splitlines() if line[:2] == "E "]
+        yield "", (reasons or ["no reason"])[0]
 
 
 def _memory(row: Result) -> Iterator[Line]:

@@ -10,6 +10,10 @@ from atombench.first_hour.hour import SECONDS
 from atombench.first_hour.parts import PARTS
 from atombench.first_hour.table import table
 
+FAILED = [
+    {"test": "tests/gpu/test_cuda.py::test_a", "said": "a.py:3: in test_a\nE   assert 1 == 2"}
+]
+
 
 def row(part: str, **found: Any) -> dict[str, Any]:
     return {"part": part, "state": "ok", "seconds": 1.0, "failure": "", **found}
@@ -47,12 +51,14 @@ def test_steps_of_a_large_model_that_came_late() -> None:
 
 def test_failures_and_what_is_left_out_have_a_line_each() -> None:
     rows = [
-        row("tests", counts={"passed": 3, "failed": 1}, failed=["tests/gpu/test_cuda.py::test_a"]),
+        row("tests", counts={"passed": 3, "failed": 1}, failed=FAILED),
         row("memory", models={}, skipped={"transformers": "the Llama"}),
         row("offloaders", rows={"fsdp2": {"failure": "out of memory"}}, tokens_per_step=8),
     ]
     lines = table(rows, "").splitlines()
     assert any("3 passed, 1 failed" in line for line in lines)
-    assert any(line.split() == ["failed", "tests/gpu/test_cuda.py::test_a"] for line in lines)
+    [place] = [i for i, line in enumerate(lines) if line.split()[:1] == ["failed"]]
+    assert lines[place].split() == ["failed", "tests/gpu/test_cuda.py::test_a"]
+    assert lines[place + 1].strip() == "assert 1 == 2"
     assert any("transformers: the Llama" in line for line in lines)
     assert any("out of memory" in line for line in lines)
