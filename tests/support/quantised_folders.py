@@ -163,7 +163,17 @@ FORMS: dict[str, tuple[dict[str, Any], Quantise, dict[str, Any]]] = {
     "mxfp4": (GPT_OSS, mxfp4, {"quant_method": "mxfp4"}),
     "nf4": (QWEN3, nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
     "int8": (QWEN3, int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
-    "gptq": (QWEN3, gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16}),
+    "gptq": (
+        QWEN3, gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True},
+    ),
+    "gptq of 8 bits": (
+        QWEN3, partial(gptq, mixed=False, bits=8),
+        {"quant_method": "gptq", "bits": 8, "group_size": 16},
+    ),
+    "gptq of 8 bits, mixed": (
+        QWEN3, partial(gptq, bits=8),
+        {"quant_method": "gptq", "bits": 8, "group_size": 16, "desc_act": True},
+    ),
     "gptq in order": (
         QWEN3, partial(gptq, mixed=False), {"quant_method": "gptq", "bits": 4, "group_size": 16},
     ),

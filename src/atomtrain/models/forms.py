@@ -8,9 +8,12 @@ is held as in other folders.
 - `nf4` (bitsandbytes): the published numbers are a level times a float32 scale, rounded to 16 bits.
   A scale that gives them all is found between those that give each.
 - `fp8` (`models/dequantised/floats.py`): codes e4m3 times a float32 scale for each tile.
-- `steps` (GPTQ and AWQ of 4 bits, with inputs in their order): the difference of a code and a zero
-  point, of 4 bits each, times a scale for each group of a row. 8 bits hold the difference, which
-  e4m3 has, too; 4 bits the code. The zero point then is where a scale of 16 bits has nothing.
+- `steps` (GPTQ and AWQ of 4 bits): the difference of a code and a zero point, of 4 bits each,
+  times a scale for each group of a row. 8 bits hold the difference, which e4m3 has, too; 4 bits the
+  code. The zero point then is where a scale of 16 bits has nothing.
+- `steps8` (GPTQ of 8 bits): the same of 8 bits. Scales are float16, or might be.
+- `sorted` behind one of these (GPTQ's `desc_act`): a linear layer's columns are sorted by group,
+  and what they multiply is, too. Experts are not.
 - `rows` (bitsandbytes of 8 bits): equal steps of the largest number of a row. The last bit of a
   float32 may be another.
 
@@ -30,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomtrain.models.lora_config import FP8, MXFP4, NF4, ROWS, STEPS, LoraConfig
+from atomtrain.models.lora_config import FP8, MXFP4, NF4, ROWS, STEPS, STEPS8, LoraConfig
 from atomtrain.models.quantised import (
     E4M3,
     FP8_TYPE,
@@ -38,6 +41,7 @@ from atomtrain.models.quantised import (
     ZERO_POINT,
     Quantised,
     block_of,
+    counted,
     dequantise,
     empty_mxfp4,
     empty_quantised,
@@ -53,11 +57,12 @@ _AT_ONCE = 1 << 22
 _CODES = {
     FP8: sorted((value for value in set(E4M3) if value > 0), reverse=True),
     STEPS: [float(value) for value in range(15, 0, -1)],
+    STEPS8: [float(value) for value in range(1, 65)],
     ROWS: [],
 }
-"""What the largest number of a tile may be times its scale."""
-_MOST_STEPS = 15
-"""Of codes of 4 bits."""
+"""What the largest number of a tile may be times its scale; of `steps8` the least difference."""
+_MOST_STEPS, _MOST_STEPS_8 = 15, 255
+"""Of codes of 4 bits and of 8."""
 _BITS_OF = {torch.bfloat16: 8, torch.float16: 11}
 """Of a number's fraction, the first one included."""
 
@@ -70,6 +75,8 @@ class Form(NamedTuple):
     """Which numbers are kept; `None` for equal steps and NF4 that are made here."""
     tile: tuple[int, int] = (0, 0)
     """Rows and columns that share a published scale; 0 stands for all."""
+    sorts: bool = False
+    """Whether columns are sorted by tile: see `beginning` of `models/narrow.py`."""
 
     def empty(self, rows: int, inputs: int, like: Tensor) -> Quantised:
         """Return room for a matrix on the device of another.
@@ -98,6 +105,8 @@ class Form(NamedTuple):
             return to_nf4(weight)
         if self.published == STEPS and self.bits == 4:
             return to_steps(weight, self.tile)
+        if self.published == STEPS8:
+            return to_steps8(weight, self.tile)
         if self.published in _CODES:
             return to_fp8(weight, self.tile, self.published)
         return quantise(weight, self.bits)
@@ -111,7 +120,9 @@ def form_of(config: LoraConfig, inputs: int, *, transposed_experts: bool = False
     if kind == MXFP4 and transposed_experts and inputs % MX_BLOCK == 0:
         return Form(config.bits, MXFP4)
     kept = kind == NF4 or (kind in _CODES and _block(inputs, tile) >= _LEAST_BLOCK)
-    return Form(config.bits, kind, tile) if kept and inputs % 2 == 0 else Form(config.bits)
+    if not kept or inputs % 2:
+        return Form(config.bits)
+    return Form(config.bits, kind, tile, config.sorts)
 
 
 def _block(inputs: int, tile: tuple[int, int]) -> int:
@@ -171,6 +182,35 @@ def to_steps(weight: Tensor, tile: tuple[int, int]) -> Quantised:
     return _by_rows(weight, packed)
 
 
+def to_steps8(weight: Tensor, tile: tuple[int, int]) -> Quantised:
+    """Return `[O, I]` float32 as `steps8`: the same numbers, if they were made of codes of 8 bits
+    in such tiles, with scales that float16 has."""
+    inputs = weight.shape[1]
+    wide, block = tile[1] or inputs, _block(inputs, tile)
+    of = torch.arange(0, inputs, block) // wide
+
+    def packed(rows: Tensor) -> Quantised:
+        found = _scales_of(
+            rows, 1, wide, _CODES[STEPS8], _are_steps8, lambda exact: [exact], _least
+        )[:, of]
+        blocks = rows.unflatten(1, (-1, block))  # [O, I/block, block]
+        kept = found > 0
+        steps = (blocks / torch.where(kept, found, 1.0)[..., None]).round()
+        # Codes of a byte with a sign: where the differences are none, they are moved into it.
+        zeros = (-128 - steps.amin(-1)).clamp(min=0) + (127 - steps.amax(-1)).clamp(max=0)
+        numbers = (steps + zeros[..., None]).where(kept[..., None], 0.0)
+        words = counted(torch.where(kept, found, 1.0), zeros.where(kept, 0.0))
+        if not kept.all():
+            most = blocks.abs().amax(-1)
+            most = torch.where(most > 0, most, 1.0)
+            equal = (blocks / most[..., None] * 127).round()
+            numbers = torch.where(kept[..., None], numbers, equal)
+            words = torch.where(kept, words, (-most).view(torch.int32))
+        return Quantised(numbers.flatten(1).to(torch.int8), words)
+
+    return _by_rows(weight, packed)
+
+
 def _by_rows(weight: Tensor, packed: Callable[[Tensor], Quantised]) -> Quantised:
     """Return what a matrix becomes, some rows at a time, so that little is made meanwhile."""
     rows = weight.float().split(max(1, _AT_ONCE // weight.shape[1]))
@@ -184,6 +224,7 @@ def _scales_of(
     codes: Iterable[float],
     fit: Callable[[Tensor, Tensor], Tensor],
     near: Callable[[Tensor], Iterable[Tensor]],
+    one_of: Callable[[Tensor], Tensor] = lambda tiles: tiles.abs().amax(1),
 ) -> Tensor:
     """Return the scale of each tile, 0 where none fits its numbers.
 
@@ -194,12 +235,13 @@ def _scales_of(
         codes: What the largest number may be times the scale; the first ones go before.
         fit: Returns of tiles `[T, numbers]` and their scales `[T]` which ones fit.
         near: Returns which scales are tried, given quotients.
+        one_of: Returns the number of each tile that the codes are of; zero where all are.
     """
     outputs, inputs = weight.shape
     down, across = -(-outputs // high), -(-inputs // wide)
     filled = F.pad(weight, (0, across * wide - inputs, 0, down * high - outputs))
     tiles = filled.view(down, high, across, wide).transpose(1, 2).reshape(down * across, -1)
-    peaks = tiles.abs().amax(1)
+    peaks = one_of(tiles)
     scales = (peaks == 0).float()
     sample = tiles[:, :: -(-tiles.shape[1] // min(_LOOKED_AT, -(-tiles.shape[1] // 8)))]
     # A tile's largest number mostly is the largest code: what made it divided so.
@@ -233,6 +275,24 @@ def _are_steps(tiles: Tensor, scales: Tensor) -> Tensor:
     span = steps.amax(1).clamp(min=0) - steps.amin(1).clamp(max=0)
     has_room = scales.view(torch.int32) & ZERO_POINT == 0
     return (steps * scales[:, None] == tiles).all(1) & (span <= _MOST_STEPS) & has_room
+
+
+def _least(tiles: Tensor) -> Tensor:
+    """Return the smallest difference between two numbers of each tile, or of one and zero, that is
+    not zero; zero where there is none. It is the scale, or few times that."""
+    gaps = F.pad(tiles, (0, 1)).sort(1).values.diff(dim=1)
+    least = torch.where(gaps > 0, gaps, math.inf).amin(1)
+    return torch.where(least < math.inf, least, 0.0)
+
+
+def _are_steps8(tiles: Tensor, scales: Tensor) -> Tensor:
+    """Return for each tile whether all its numbers are a code less a zero point, of 8 bits each,
+    times its scale, which float16 has."""
+    steps = (tiles / scales[:, None]).round()
+    most, least = steps.amax(1), steps.amin(1)
+    span = most.clamp(min=0) - least.clamp(max=0)
+    has_room = (scales.half().float() == scales) & (least >= -_MOST_STEPS_8)
+    return (steps * scales[:, None] == tiles).all(1) & (span <= _MOST_STEPS_8) & has_room
 
 
 def to_nf4(weight: Tensor) -> Quantised:

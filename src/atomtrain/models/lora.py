@@ -49,7 +49,7 @@ from atomtrain.models.narrow import (
     narrowing,
     put_beside,
 )
-from atomtrain.models.quantised import dequantise, quantised_linear
+from atomtrain.models.quantised import dequantise, in_places
 
 
 class ExpertAdapter(nn.Module):
@@ -128,8 +128,7 @@ class LoraLinear(MadeWide):
         if config.bits is None:
             self.weight = frozen(base.weight)
         else:
-            self._form = form_of(config, inputs)
-            self.codes, self.scales = map(frozen, self._form.empty(outputs, inputs, like))
+            self.hold(form_of(config, inputs), outputs, like, inputs)
         self.bias = None if base.bias is None else frozen(base.bias)
         if config.init != NOTHING and config.r > min(inputs, outputs):
             raise ConfigError(
@@ -146,10 +145,7 @@ class LoraLinear(MadeWide):
             self.lora_magnitude_vector = nn.Parameter(like.new_empty(outputs))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self.bits is None:
-            product = F.linear(inputs, self.weight)
-        else:
-            product = quantised_linear(inputs, self.codes, self.scales)
+        product = F.linear(inputs, self.weight) if self.bits is None else self.product(inputs)
         adapted = inputs if self.lora_dropout is None else self.lora_dropout(inputs)
         out: Tensor = product + self.lora_B(self.lora_A(adapted)) * self.scale
         if self.lora_magnitude_vector is not None:
@@ -160,17 +156,21 @@ class LoraLinear(MadeWide):
         """Return the frozen matrix `[O, I]`, in the adapter's type."""
         if self.bits is None:
             return self.weight
-        return dequantise(self.codes, self.scales, self.wide_type())
+        made = dequantise(self.codes, self.scales, self.wide_type())
+        return in_places(made, self.order) if self.form.sorts else made
 
     def wide_type(self) -> torch.dtype:
         return self.lora_A.weight.dtype
 
-    def beginning(self, read: Callable[[], Tensor], seed: str) -> Iterator[tuple[str, Tensor]]:
+    def beginning(
+        self, read: Callable[[], Tensor], seed: str, order: Tensor | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values of everything before the first step.
 
         Args:
             read: Returns the trained matrix, `[O, I]` float32.
             seed: What decides what is drawn. At first the layer computes what it did.
+            order: As of `MadeWide.held`.
         """
         weight = read()
         begun = self._begun(weight, seed)
@@ -179,10 +179,11 @@ class LoraLinear(MadeWide):
         if self.bits is None:
             yield "weight", weight
         else:
-            packed = self._form.packed(weight)
-            yield "codes", packed.codes
-            yield "scales", packed.scales
-            weight = dequantise(*packed, torch.float32)
+            held = dict(self.held(weight, order))
+            yield from held.items()
+            weight = dequantise(held["codes"], held["scales"], torch.float32)
+            if self.form.sorts:
+                weight = in_places(weight, held["order"])
         yield "lora_A.weight", begun.a
         yield "lora_B.weight", begun.b
         if self.lora_magnitude_vector is not None:

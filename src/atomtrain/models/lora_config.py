@@ -16,11 +16,14 @@ from atomtrain.errors import ConfigError, nearest
 ALL_LINEAR = "all-linear"
 BITS = (8, 4)
 """Of a frozen matrix that is held narrow."""
-MXFP4, NF4, FP8, STEPS, ROWS = "mxfp4", "nf4", "fp8", "steps", "rows"
+MXFP4, NF4, FP8, STEPS, STEPS8, ROWS = "mxfp4", "nf4", "fp8", "steps", "steps8", "rows"
 """Numbers that folders publish and `bits` keeps: see `models/forms.py`."""
-_HELD_IN = {MXFP4: (4,), NF4: (4,), FP8: (8,), STEPS: (8, 4), ROWS: (8,)}
+_HELD_IN = {MXFP4: (4,), NF4: (4,), FP8: (8,), STEPS: (8, 4), STEPS8: (8,), ROWS: (8,)}
 """The `bits` that keep each."""
-_KEPT = re.compile(rf"{MXFP4}|{NF4}|{ROWS}|({FP8}|{STEPS}) (\d{{1,6}})x(\d{{1,6}})")
+_KEPT = re.compile(
+    rf"{MXFP4}|{NF4}|{ROWS}|{FP8} (\d{{1,6}})x(\d{{1,6}})|"
+    rf"{STEPS}8? (\d{{1,6}})x(\d{{1,6}})( sorted)?"
+)
 NOTHING, PISSA, OLORA = "nothing", "pissa", "olora"
 """How adapters begin; `pissa_niter_16` is another, with any number. See `models/lora_init.py`."""
 _ROUNDS = re.compile(rf"{PISSA}_niter_([1-9]\d{{0,3}})")
@@ -53,7 +56,8 @@ class LoraConfig:
     are. See `models/narrow.py`."""
     published: str | None = None
     """Which numbers the model's folder has that `bits` can keep, such as `mxfp4`, or `fp8 128x128`
-    with a tile's rows and columns (0 stands for all). The folder decides, not the user."""
+    with a tile's rows and columns (0 stands for all), and `sorted` where the columns of a tile are
+    told one by one. The folder decides, not the user."""
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that are trained themselves, with all that is in them: the last one, or the
     end of a path such as `mlp.gate`."""
@@ -89,7 +93,7 @@ class LoraConfig:
         if self.published is not None and not _KEPT.fullmatch(str(self.published)):
             raise ConfigError(
                 f"--lora published={str(self.published)[:40]} must be {MXFP4}, {NF4}, {ROWS}, or "
-                f"like '{FP8} 128x128' or '{STEPS} 1x128'"
+                f"like '{FP8} 128x128', '{STEPS} 1x128', '{STEPS8} 1x128' or '{STEPS} 1x128 sorted'"
             )
         # Without bits a matrix stays wide, whatever was published.
         if self.bits is not None and self.published is not None:
@@ -105,8 +109,11 @@ class LoraConfig:
         said = settings or {}
         method, kept = said.get("quant_method"), None
         if self.bits is not None and method in ("gptq", "awq"):
-            if said.get("bits") in (2, 4):
-                kept = f"{STEPS} 1x{max(0, said.get('group_size', -1))}"
+            kind = {2: STEPS, 4: STEPS, 8: STEPS8}.get(said.get("bits", 0))
+            if kind is not None and self.bits in _HELD_IN[kind]:
+                wide = max(0, said.get("group_size", -1))
+                in_any_order = method == "gptq" and said.get("desc_act") and wide
+                kept = f"{kind} 1x{wide}{' sorted' if in_any_order else ''}"
         elif self.bits == 4:
             kept = {"mxfp4": MXFP4, "bitsandbytes": NF4}.get(str(method))
         elif self.bits == 8 and method == "fp8":
@@ -119,10 +126,16 @@ class LoraConfig:
     @property
     def kept(self) -> tuple[str | None, tuple[int, int]]:
         """The published numbers that are kept, if any, and the size of their tiles."""
-        found = None if self.published is None else _KEPT.fullmatch(self.published)
-        if found is None or found[1] is None:
-            return self.published, (0, 0)
-        return found[1], (int(found[2]), int(found[3]))
+        if self.published is None:
+            return None, (0, 0)
+        kind, *rest = self.published.split()
+        rows, columns = rest[0].split("x") if rest else (0, 0)
+        return kind, (int(rows), int(columns))
+
+    @property
+    def sorts(self) -> bool:
+        """Whether columns of linear layers are sorted by the tile that they are published in."""
+        return (self.published or "").endswith(" sorted")
 
     @property
     def scale(self) -> float:

@@ -103,6 +103,8 @@ def parameter_count(model: nn.Module) -> int:
         if isinstance(module, kinds) and hasattr(module, "codes"):
             elements[id(module.codes)] *= 1 if module.codes.dtype == torch.int8 else 2
             elements[id(module.scales)] = 0
+            if hasattr(module, "order"):
+                elements[id(module.order)] = 0
     return sum(elements.values())
 
 

@@ -21,7 +21,7 @@ from atomtrain.models.forms import Form, form_of
 from atomtrain.models.heads import head_of
 from atomtrain.models.lora_config import MXFP4, LoraConfig
 from atomtrain.models.lora_saved import is_within
-from atomtrain.models.quantised import quantised_linear, wide
+from atomtrain.models.quantised import in_places, quantised_linear, wide
 
 _BESIDE = "expert_lora"
 """The name under which a module has what stands beside its parameters: adapters, codes."""
@@ -34,8 +34,41 @@ class MadeWide(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and "codes" in (parameters := self.__dict__.get("_parameters", {})):
-            return wide(parameters["codes"], parameters["scales"], self.wide_type())
+            made = wide(parameters["codes"], parameters["scales"], self.wide_type())
+            order = parameters.get("order")
+            return made if order is None else in_places(made, order)
         return super().__getattr__(name)
+
+    def product(self, inputs: Tensor) -> Tensor:
+        """Return `inputs @ weight.T` of a matrix in few bits."""
+        order = self._parameters.get("order")
+        if order is not None:
+            inputs = inputs.index_select(-1, order)
+        out: Tensor = quantised_linear(inputs, self.codes, self.scales)
+        return out
+
+    def hold(self, form: Form, outputs: int, like: Tensor, inputs: int) -> None:
+        """Make room for a matrix `[outputs, inputs]` on the device of `like`."""
+        self.form = form
+        self.codes, self.scales = map(frozen, form.empty(outputs, inputs, like))
+        if form.sorts:
+            self.order = frozen(like.new_empty(inputs, dtype=torch.int32))
+
+    def held(self, weight: Tensor, order: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and values of what is held of a matrix, float32.
+
+        Args:
+            weight: `[O, I]`.
+            order: `[I]`, its columns sorted by the tile that they are published in; `None`: they
+                are so as they lie.
+        """
+        if self.form.sorts:
+            order = torch.arange(weight.shape[1]) if order is None else order
+            yield "order", order.int()
+            weight = weight[:, order]
+        packed = self.form.packed(weight)
+        yield "codes", packed.codes
+        yield "scales", packed.scales
 
     def wide_type(self) -> torch.dtype:
         """Return the type that the model computes in."""
@@ -48,15 +81,15 @@ class NarrowLinear(MadeWide):
     def __init__(self, base: nn.Linear, config: LoraConfig) -> None:
         super().__init__()
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.form, self._type = form_of(config, base.in_features), base.weight.dtype
-        room = self.form.empty(base.out_features, base.in_features, base.weight)
-        self.codes, self.scales = map(frozen, room)
+        self._type = base.weight.dtype
+        form = form_of(config, base.in_features)
+        self.hold(form, base.out_features, base.weight, base.in_features)
         if self.form.has_bits_as_scales:
             self.kind = frozen(base.weight.new_empty(1))
         self.bias = None if base.bias is None else frozen(base.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        product: Tensor = quantised_linear(inputs, self.codes, self.scales)
+        product = self.product(inputs)
         return product if self.bias is None else product + self.bias
 
     def wide_type(self) -> torch.dtype:
@@ -64,11 +97,12 @@ class NarrowLinear(MadeWide):
         told = self.kind if self.form.has_bits_as_scales else self.scales
         return self._type if told.dtype == torch.float32 else told.dtype
 
-    def beginning(self, read: Callable[[], Tensor], _: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values of what is held; `read` returns the matrix, float32."""
-        packed = self.form.packed(read())
-        yield "codes", packed.codes
-        yield "scales", packed.scales
+    def beginning(
+        self, read: Callable[[], Tensor], _: str, order: Tensor | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and values of what is held; `read` returns the matrix, float32, and `order`
+        is as of `held`."""
+        yield from self.held(read(), order)
         if self.form.has_bits_as_scales:
             yield "kind", torch.zeros(1)
 
@@ -107,7 +141,7 @@ def narrowed(base: Tensor, config: LoraConfig, *, transposed: bool) -> NarrowPar
         form = form_of(config, base.shape[1], transposed_experts=True)
         if form.published == MXFP4:
             return NarrowParameter(base, form)
-    return NarrowParameter(base, form_of(config, base.shape[-1]))
+    return NarrowParameter(base, form_of(config, base.shape[-1])._replace(sorts=False))
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -10,7 +10,9 @@ one byte tell it from NF4.
 
 Scales may also be float32 whose bits are held as int32: see `models/forms.py`. A negative one then
 tells equal steps, a positive one FP8 (e4m3) or NF4. Of equal steps in 4 bits a zero point is taken,
-which is in the lowest four bits of the scale.
+which is in the lowest four bits of the scale. Whole numbers of 8 bits less a zero point have a NaN
+with a sign in its place: behind its nine bits come their scale, float16 without its sign, and in
+the lowest eight the zero point plus 128.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ E4M3 = tuple(torch.arange(256).to(torch.uint8).view(FP8_TYPE).float().tolist())
 """What the 256 codes of FP8 mean."""
 ZERO_POINT = 15
 """The bits of a scale that have the zero point of equal steps in 4 bits."""
+COUNTED = -1 << 23
+"""The least word that is such a NaN, or minus infinity; all up to -1 are."""
 _AT_ONCE, _BESIDE_BYTES = 1 << 22, 20
 """Elements that PyTorch makes wide at a time, and what each takes meanwhile."""
 _LARGEST_EXPONENT = 2
@@ -192,16 +196,43 @@ def _dequantised(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         unit = levels[halves]
     blocks, factors = unit.unflatten(1, (scales.shape[1], -1)), _factors(scales)[..., None]
     if scales.dtype == torch.int32:
-        steps = factors < 0
+        steps = factors < 0  # not of NaN
         if codes.dtype == torch.int8:
             numbers = codes.view(FP8_TYPE).float().view_as(blocks)
-            blocks, factors = torch.where(steps, blocks, numbers), factors.abs()
+            blocks = torch.where(steps, blocks, numbers)
+            del numbers
+            whole, scale, zero = (each[..., None] for each in counting(scales))
+            blocks = torch.where(whole, codes.view_as(blocks) - zero, blocks)
+            factors = torch.where(whole, scale, factors.abs())
         else:
             counts = halves.view_as(blocks) - (scales & ZERO_POINT)[..., None]
             blocks = torch.where(steps, counts.float(), blocks)
             factors = torch.where(steps, -_factors(scales & ~ZERO_POINT)[..., None], factors)
     out: Tensor = (blocks * factors).flatten(1).to(dtype)
     return out
+
+
+def counting(scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which of the words held as int32 tell whole numbers of 8 bits; their scales and zero
+    points, float32."""
+    halves = (scales >> 8 & 0x7FFF).to(torch.int16).view(torch.float16)
+    return (scales >= COUNTED) & (scales < 0), halves.float(), (scales & 255).float() - 128
+
+
+def counted(scales: Tensor, zeros: Tensor) -> Tensor:
+    """Return the words of scales and zero points: what `counting` takes apart."""
+    halves = scales.to(torch.float16).view(torch.int16).int()
+    return COUNTED | halves << 8 | zeros.int() + 128
+
+
+def in_places(matrix: Tensor, order: Tensor) -> Tensor:
+    """Return `[O, I]` whose columns were sorted as they were before.
+
+    Args:
+        matrix: With its columns sorted.
+        order: `[I]`, for each of them where it was.
+    """
+    return torch.empty_like(matrix).index_copy(1, order.long(), matrix)
 
 
 def _factors(scales: Tensor) -> Tensor:

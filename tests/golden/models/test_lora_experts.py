@@ -66,6 +66,8 @@ def steps() -> list[list[dict[str, torch.Tensor]]]:
         ("gpt_oss", "q_proj+down_proj,bits=4", "268KiB"),
         ("mxfp4", "q_proj+down_proj,bits=4", "400KiB"),
         ("fp8 experts", "q_b_proj+down_proj,bits=8", "200KiB"),
+        ("gptq", "q_proj+down_proj,bits=4", "160KiB"),
+        ("gptq of 8 bits, mixed", "q_proj,bits=8", "160KiB"),
     ],
 )  # fmt: skip
 def test_swapped_adapters_of_experts_are_resident_ones_bit_for_bit(
@@ -113,6 +115,8 @@ def test_swapped_adapters_of_experts_are_resident_ones_bit_for_bit(
     mixtures = sum(name.endswith("down_proj") for name in experts_of(build(read_config(tmp_path))))
     assert len(held) == (0 if config.bits is None else 2 * mixtures)
     assert all(each.mxfp4 == (kind == "mxfp4") for each in held)
+    sorts = [name for name in begun if name.endswith(".order")]
+    assert len(sorts) == (7 * 3 if kind.startswith("gptq") else 0)  # all linear layers
     assert all((each.scales.dtype == torch.int32) == (kind == "fp8 experts") for each in held)
 
 

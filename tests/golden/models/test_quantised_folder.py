@@ -17,7 +17,7 @@ from atomtrain.engine.state.precision import Narrowed
 from atomtrain.models.hugging_face import build, read_config, read_quantisation
 from atomtrain.models.lora import add_adapters, begun_layers
 from atomtrain.models.lora_config import MXFP4, parse_lora
-from atomtrain.models.narrow import NarrowParameter, adapted_by
+from atomtrain.models.narrow import MadeWide, NarrowParameter, adapted_by
 from atomtrain.training.config.new_recipe import new_recipe
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.setup.loading import Weights
@@ -246,6 +246,11 @@ _WIDER = {**QWEN3, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
         ("nf4", 4, "all-linear"),
         ("nf4", 4, "q_proj"),
         ("int8", 8, "q_proj"),
+        ("gptq", 4, "all-linear"),
+        ("gptq", 4, "q_proj"),
+        ("gptq", 8, "q_proj"),
+        ("gptq of 8 bits", 8, "q_proj"),
+        ("gptq of 8 bits, mixed", 8, "all-linear"),
         ("gptq in order", 8, "q_proj"),
         ("gptq in order", 4, "all-linear"),
         ("awq", 8, "all-linear"),
@@ -268,7 +273,10 @@ def test_numbers_stay_as_they_are_published(
     looked_at = 0
     for name, layer in begun_layers(model).items():
         parameter = adapted_by(name) or f"{name}.weight"
-        for part, values in layer.beginning(lambda of=parameter: weights.read(of).float(), ""):
+        order = (weights.order(name),) if isinstance(layer, MadeWide) else ()
+        for part, values in layer.beginning(
+            lambda of=parameter: weights.read(of).float(), "", *order
+        ):
             layer.get_parameter(part).data.copy_(values)
         held = getattr(layer, "narrow", layer)
         made = held.current(None, dtype) if adapted_by(name) else layer_weight(layer)
@@ -295,12 +303,22 @@ def layer_weight(layer: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("form", "bits", "targets"),
-    [("fp8 experts", 8, "all-linear+experts"), ("awq", 4, "q_proj")],
+    [
+        ("fp8 experts", 8, "all-linear+experts"),
+        ("awq", 4, "q_proj"),
+        ("gptq", 4, "q_proj"),
+        ("gptq of 8 bits, mixed", 8, "all-linear"),
+    ],
 )
 def test_the_command_trains_beside_published_numbers(
     form: str, bits: int, targets: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Adapters become what they become beside the wide copy."""
+    """Adapters become what they become beside the wide copy.
+
+    Products of sorted columns add in another order, and the first steps of AdamW, of 0.01 each,
+    make much of small gradients.
+    """
+    close = {"rtol": 0.0, "atol": 1e-3} if form.startswith("gptq") else {}
     monkeypatch.chdir(tmp_path)
     write_quantised(tmp_path / "narrow", form, tmp_path / "wide")
     text = write_text(tmp_path / "text.txt")
@@ -318,13 +336,13 @@ def test_the_command_trains_beside_published_numbers(
     narrow, wide = (saved_tensors(run) for run in runs.values())
     assert narrow.keys() == wide.keys()
     for key, tensor in narrow.items():
-        torch.testing.assert_close(tensor, wide[key])
+        torch.testing.assert_close(tensor, wide[key], **close)
     merged = []
     for name, run in runs.items():
         assert main(["export", str(run), f"merged-{name}", "--merge"]) == 0
         merged.append(load_file(f"merged-{name}/model.safetensors"))
     for name, tensor in merged[0].items():
-        torch.testing.assert_close(tensor, merged[1][name])
+        torch.testing.assert_close(tensor, merged[1][name], **close)
 
 
 def test_another_copy_beside_adapters_is_told(

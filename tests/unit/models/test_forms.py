@@ -11,9 +11,18 @@ import pytest
 import torch
 
 from atomtrain.errors import ConfigError
-from atomtrain.models.forms import Form, form_of, to_fp8, to_nf4, to_steps
-from atomtrain.models.lora_config import FP8, MXFP4, NF4, ROWS, STEPS, LoraConfig, parse_lora
-from atomtrain.models.quantised import dequantise, dequantise_in_torch, quantise
+from atomtrain.models.forms import Form, form_of, to_fp8, to_nf4, to_steps, to_steps8
+from atomtrain.models.lora_config import (
+    FP8,
+    MXFP4,
+    NF4,
+    ROWS,
+    STEPS,
+    STEPS8,
+    LoraConfig,
+    parse_lora,
+)
+from atomtrain.models.quantised import counting, dequantise, dequantise_in_torch, quantise
 from tests.support.quantised_folders import awq, fp8, gptq, int8, nf4
 
 _E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -139,6 +148,48 @@ def test_codes_of_four_bits_stay_in_four_bits(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [16, 128, 256])
+@pytest.mark.parametrize("later", [0, 1])
+def test_codes_of_eight_bits_stay_in_eight_bits(group: int, later: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    make = partial(gptq, bits=8, later=later, mixed=False)
+    _, wide = make("a.weight", torch.randn(48, 256), group=group)
+    scale = float(torch.tensor(0.013).half())
+    wide[5, :group] = 0
+    wide[6, :group] = scale * torch.linspace(0, 255, group).round()  # all the zero point can move
+    wide[7, :group] = scale * torch.linspace(-255, 0, group).round()
+    wide[8, :group] = scale * (torch.arange(group) % 256 - 128)
+    wide[9, :group] = 3 * wide[8, :group]  # two of three steps are not used
+    wide[10, :group] = 2**-24 * (torch.arange(group) % 200)  # the least float16
+    packed = to_steps8(wide, (1, group if group < 256 else 0))
+    assert (packed.codes.dtype, packed.codes.shape) == (torch.int8, (48, 256))
+    assert packed.scales.shape == (48, max(4, 256 // group))
+    assert counting(packed.scales)[0].all()
+    assert torch.equal(dequantise(*packed, dtype), wide.to(dtype))
+    assert torch.equal(dequantise_in_torch(*packed, dtype), wide.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tiles_without_codes_of_eight_bits_are_in_equal_steps(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    _, wide = gptq("a.weight", torch.randn(8, 256), bits=8, group=64, mixed=False)
+    wide[1, :64] = torch.randn(64)
+    wide[2, :64] = torch.arange(64).float() * 5 / 64  # 316 steps
+    wide[2, :2] = torch.tensor([1, 2]) / 64
+    wide[3, :64] = 2053 / 2048 * (torch.arange(64) % 3)  # a scale that float16 has not
+    packed = to_steps8(wide, (1, 64))
+    others = ~counting(packed.scales)[0].repeat_interleave(64, 1)
+    expected = torch.zeros_like(others)
+    expected[1:4, :64] = True
+    assert torch.equal(others, expected)
+    made = dequantise(*packed, dtype)
+    assert torch.equal(made, dequantise_in_torch(*packed, dtype))
+    assert torch.equal(made[~others], wide.to(dtype)[~others])
+    steps = dequantise(*quantise(wide[1:4, :64].contiguous(), 8), dtype)
+    assert torch.equal(made[1:4, :64], steps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("group", [16, 128])
 def test_tiles_without_such_codes_are_in_nf4(group: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -185,7 +236,15 @@ def test_the_form_follows_folder_and_size() -> None:
     narrow = parse_lora("bits=4").published_as({"quant_method": "awq", "bits": 4})
     assert form_of(narrow, 256) == Form(4, "steps", (1, 0))
     wide = parse_lora("bits=8").published_as({"quant_method": "gptq", "bits": 8})
-    assert form_of(wide, 256) == Form(8)
+    assert form_of(wide, 256) == Form(8, "steps8", (1, 0))
+    few = parse_lora("bits=4").published_as({"quant_method": "gptq", "bits": 8})
+    assert form_of(few, 256) == Form(4)
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}
+    mixed = parse_lora("bits=4").published_as(settings)
+    assert mixed.published == "steps 1x128 sorted"
+    assert form_of(mixed, 256) == Form(4, "steps", (1, 128), sorts=True)
+    whole = parse_lora("bits=4").published_as({**settings, "group_size": -1})
+    assert form_of(whole, 256) == Form(4, "steps", (1, 0))  # one group has one order
     mixture = parse_lora("bits=4").published_as({"quant_method": "mxfp4"})
     assert form_of(mixture, 64) == Form(4)
     assert form_of(mixture, 64, transposed_experts=True) == Form(4, "mxfp4")
@@ -194,7 +253,7 @@ def test_the_form_follows_folder_and_size() -> None:
 
 @pytest.mark.parametrize(
     ("published", "bits"),
-    [(MXFP4, 8), (NF4, 8), (ROWS, 4), (f"{FP8} 128x128", 4)],
+    [(MXFP4, 8), (NF4, 8), (ROWS, 4), (f"{FP8} 128x128", 4), (f"{STEPS8} 1x64", 4)],
 )
 def test_numbers_are_kept_in_their_own_bits(published: str, bits: int) -> None:
     with pytest.raises(ConfigError, match=f"goes with bits={12 - bits}, not with bits={bits}"):

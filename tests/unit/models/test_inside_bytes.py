@@ -19,6 +19,7 @@ _FORMS = {
     "fp8": Form(8, "fp8", (16, 16)),
     "steps of 4 bits": Form(4, "steps", (1, 64)),
     "steps of 8 bits": Form(8, "steps", (1, 64)),
+    "codes of 8 bits": Form(8, "steps8", (1, 64)),
 }
 _ROWS, _INPUTS = 64, 128
 

@@ -89,6 +89,18 @@ class DequantisedFiles(WeightFiles):
         """Return what reads a tensor by its name, a quantised one in `dtype`."""
         return partial(self._read_as, dtype=dtype)
 
+    def order(self, name: str) -> Tensor | None:
+        """Return the columns of a tensor sorted by the group that they were quantised in, `[I]`;
+        `None` where nothing tells it.
+
+        Raises:
+            DataError: as of any file.
+        """
+        packed = self._packed.get(name)
+        if packed is None or packed.groups is None:
+            return None
+        return torch.argsort(self._stored.read(packed.groups), stable=True)
+
     def _read_as(self, name: str, *, dtype: torch.dtype) -> Tensor:
         if name not in self._packed:
             return self.read(name)

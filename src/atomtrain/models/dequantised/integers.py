@@ -115,7 +115,8 @@ def _packed(entries: Entries, layout: _Layout, slices: Any) -> Packed:
         check_part(entries, f"{stem}g_idx", (layout.inputs,), [torch.int32], codes=codes)
         parts.append(f"{stem}g_idx")
     shape = (layout.outputs, layout.inputs)
-    return Packed(f"{stem}weight", tuple(parts), shape, partial(slices, layout))
+    told = parts[-1] if layout.ordered else None
+    return Packed(f"{stem}weight", tuple(parts), shape, partial(slices, layout), told)
 
 
 def _gptq_slices(layout: _Layout, files: WeightFiles) -> Iterator[Tensor]:

@@ -28,6 +28,8 @@ class Packed(NamedTuple):
     """Of the wide weight."""
     slices: Callable[[WeightFiles], Iterator[Tensor]]
     """Yields the wide weight's values in their order, in float types, from what is stored."""
+    groups: str | None = None
+    """Name of the stored tensor that tells the group of each column, if one does."""
 
 
 def part_of(entries: Entries, codes: str, names: Sequence[str]) -> str:

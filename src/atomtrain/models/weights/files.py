@@ -144,6 +144,11 @@ class WeightFiles:
         """
         return self.read
 
+    def order(self, name: str) -> Tensor | None:
+        """Return the columns of a tensor in the order in which they were quantised; `None` where
+        that is how they lie."""
+        return None
+
     def read(self, name: str) -> Tensor:
         """Return a tensor in memory of its own, as it is stored."""
         entry = self._entry(name)

@@ -36,15 +36,22 @@ INLINE void dequantise(const void *codes, const float *scales, int64_t blocks, i
                        void *out) {
     for (int64_t index = 0, at = 0; index < blocks; index++, at += block) {
         float unit[MOST], scale = scales[index];
-        int steps = signs && scale < 0.0f;
-        if (pairs && steps) {
+        uint32_t word = bits_of(scale);
+        int whole = signs && !pairs && word >> 23 == 0x1FF; /* a NaN with a sign */
+        int steps = signs && !whole && scale < 0.0f;
+        if (whole) {
+            const int8_t *in = (const int8_t *)codes + at;
+            int zero = (int)(word & 255) - 128;
+            for (int i = 0; i < block; i++) unit[i] = (float)(in[i] - zero);
+            scale = from_float16(word >> 8 & 0x7FFF);
+        } else if (pairs && steps) {
             const uint8_t *in = (const uint8_t *)codes + at / 2;
-            int zero = (int)(bits_of(scale) & 15u);
+            int zero = (int)(word & 15u);
             for (int i = 0; i < block / 2; i++) {
                 unit[2 * i] = (float)((in[i] & 15) - zero);
                 unit[2 * i + 1] = (float)((in[i] >> 4) - zero);
             }
-            scale = float_of(bits_of(scale) & ~15u);
+            scale = float_of(word & ~15u);
         } else if (pairs) {
             const uint8_t *in = (const uint8_t *)codes + at / 2;
             for (int i = 0; i < block / 2; i++) memcpy(unit + 2 * i, pairs + in[i], sizeof *pairs);
@@ -67,7 +74,8 @@ INLINE void dequantise(const void *codes, const float *scales, int64_t blocks, i
 /* Write `blocks` blocks, each of an even number of elements. `levels` are what the codes mean:
    `count` is 16 for codes of 4 bits, 256 for those of 8 bits, 0 where those are equal steps. With
    `signs` codes are equal steps where a block's scale is negative; of 4 bits, less the zero point
-   that the lowest bits of the scale have. `kind` is that of a gradient. */
+   that the lowest bits of the scale have; and of 8 bits whole numbers less one where the scale is a
+   NaN with a sign, which has both. `kind` is that of a gradient. */
 void atom_dequantise(const void *codes, const float *scales, int64_t blocks, int64_t block,
                      const float *levels, int32_t count, int32_t signs, int32_t kind, void *out) {
     struct pair pairs[256]; /* what a byte stands for */

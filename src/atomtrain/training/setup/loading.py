@@ -15,7 +15,7 @@ from atomtrain.models.hugging_face import HuggingFaceConfig, read_config
 from atomtrain.models.lora import begun_layers
 from atomtrain.models.lora_embedding import LoraEmbedding
 from atomtrain.models.making import Sizes, make_outline
-from atomtrain.models.narrow import adapted_by
+from atomtrain.models.narrow import MadeWide, adapted_by
 from atomtrain.models.weights.names import Source, match_weights
 from atomtrain.progress import BYTES, Progress
 
@@ -83,7 +83,8 @@ class Weights:
         with Progress("beginning adapters", len(layers), "layers") as progress:
             for name, layer in layers.items():
                 seed = seed_of_adapter(self.seed, name)
-                for part, values in layer.beginning(partial(self._wide, name), seed):
+                order = (self.order(name),) if isinstance(layer, MadeWide) else ()
+                for part, values in layer.beginning(partial(self._wide, name), seed, *order):
                     engine.masters.write(parameters[f"{name}.{part}"], values)
                 progress.advance()
         buffers = dict(engine.model.named_buffers())
@@ -94,6 +95,14 @@ class Weights:
     def read(self, name: str) -> Tensor:
         """Return one of the model's tensors in the files' type, a quantised one as float32."""
         return self._sources[name].read(self._files)
+
+    def order(self, layer: str) -> Tensor | None:
+        """Return the columns of a linear layer's matrix in the order in which they were quantised,
+        `[inputs]`; `None` where that is how they lie."""
+        source = self._sources[f"{layer}.weight"]
+        if isinstance(source, NewHead) or source.conversion.converter is not None:
+            return None
+        return self._files.order(source.stored[0])
 
     def fill(self, model: nn.Module) -> None:
         """Fill the parameters and saved buffers of a model without adapters on the CPU."""
