@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atomtrain.analysis import chain_of, layer_costs
+from atomtrain.analysis.export import constants
 from atomtrain.analysis.layers.graph_layer import GraphLayer
 from atomtrain.errors import AnalysisError, ConfigError
 from tests.support.engine_models import square, swap
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
+CPU, OTHER = torch.device("cpu"), torch.device("cuda")
 
 
 class Block(nn.Module):
@@ -82,6 +84,41 @@ def test_constants_are_folded_once_and_not_carried() -> None:
     assert torch.equal(table, torch.outer(torch.arange(5.0), torch.arange(8.0)).cos())
     costs = layer_costs(chain, {"x": X}).layers
     assert sum(cost.buffer_bytes for cost in costs) == 5 * 8 * 4
+
+
+def test_constants_are_computed_on_the_device_if_it_has_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is told of its use: here the device has no room, or is asked for the processor's."""
+    asked: list[torch.device] = []
+    computed = constants._result
+
+    def on_device(node: Any, values: Any, device: torch.device) -> Any:
+        asked.append(device)
+        if full and device != CPU:
+            raise torch.OutOfMemoryError("full")
+        return computed(node, values, CPU)
+
+    monkeypatch.setattr(constants, "_result", on_device)
+    monkeypatch.setattr(constants, "_computing_device", lambda _: OTHER)
+    monkeypatch.setattr(constants.Constants, "_there", lambda self, tensor: tensor)
+    for full in (False, True):
+        asked.clear()
+        caplog.clear()
+        [table] = chain_of(Stack(), X, square).chain.layers[1].buffers.values()
+        assert torch.equal(table, torch.outer(torch.arange(5.0), torch.arange(8.0)).cos())
+        assert set(asked) == ({OTHER, CPU} if full else {OTHER})
+        assert ("their last bits may differ" in caplog.text) is full
+
+
+def test_constants_are_computed_on_the_processor_without_such_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there: list[torch.device | None] = [None, OTHER, torch.device("xpu")]
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: there.pop()
+    )
+    assert [constants._computing_device(OTHER) for _ in range(3)] == [CPU, OTHER, CPU]
 
 
 def test_what_a_checkpoint_may_replace_is_not_folded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import atomtrain
 from atomtrain.analysis import LayerTime, chain_of, layer_costs
+from atomtrain.analysis.costs import profile
 from atomtrain.analysis.costs.profile import (
     check_time,
     estimated_times,
@@ -19,6 +21,7 @@ from atomtrain.analysis.costs.profile import (
     usual_s,
 )
 from atomtrain.analysis.costs.storages import StorageTracker
+from atomtrain.analysis.layers.chain import Layer
 from atomtrain.engine.api import measured_overhead
 from atomtrain.engine.calibration import profiling
 from atomtrain.engine.calibration.machines import (
@@ -72,6 +75,36 @@ def test_what_often_takes_longer_counts_as_often_and_a_hiccup_little() -> None:
     assert usual_s([0.01, 0.01, 0.01, 0.02]) == pytest.approx(0.0125)
     assert usual_s([0.01] * 9 + [60.0]) == pytest.approx(0.012)
     assert usual_s([0.0, 0.0]) == 0.0
+
+
+def test_what_a_first_call_prepares_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's attention takes half a second for it, with a graph and once more without."""
+    chain, costs, inputs = parts(small_gpt())
+    run, prepared, now_s = Layer.run, set[Any](), 0.0
+
+    def slow_at_first(layer: Layer, *given: Any) -> Any:
+        nonlocal now_s
+        way = layer.name, torch.is_grad_enabled()
+        now_s += 0.001 if way in prepared else 0.5
+        prepared.add(way)
+        return run(layer, *given)
+
+    monkeypatch.setattr(Layer, "run", slow_at_first)
+    monkeypatch.setattr(profile, "PROFILE_S", 0.0)
+    times = layer_times(chain, costs, inputs, CPU, lambda: None, clock=lambda: now_s)
+    for seconds in times.values():
+        assert seconds.known == pytest.approx([0.001, 0.001])
+
+
+def test_short_layers_are_timed_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little time there is: a hiccup is known by what is usual."""
+    monkeypatch.setattr(profile, "PROFILE_S", 0.0)
+    for each_s, expected in ((0.02, 3), (0.2, 1)):
+        clock = itertools.count(step=each_s)
+        measured: list[LayerTime] = []
+        monkeypatch.setattr(profile, "usual_s", lambda known, to=measured: to.append(known) or 0.1)
+        times_of(small_gpt(), clock=lambda clock=clock: next(clock))
+        assert {len(known) for known in measured} == {expected}
 
 
 def test_only_the_kinds_asked_for_are_measured() -> None:
