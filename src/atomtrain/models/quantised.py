@@ -127,7 +127,9 @@ def to_mxfp4(weight: Tensor) -> Quantised:
 
 def exponents(scales: Tensor) -> Tensor:
     """Return `2^(byte - 127)` of bytes, float32: scales of E8M0 (OCP Microscaling, 2023)."""
-    return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.to(torch.int32) - 127)
+    # By the bits of float32: a GPU's powers of two need not be exact. 2^-127 is subnormal.
+    words = torch.where(scales == 0, 1 << 22, scales.to(torch.int32) << 23)
+    return words.to(torch.int32).view(torch.float32)
 
 
 def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -188,7 +190,8 @@ def dequantise_in_torch(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Te
 
 def _dequantised(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     if codes.dtype == torch.int8:
-        unit = codes.float() / 127
+        # By a tensor: a GPU multiplies by what a number is the inverse of, and rounds otherwise.
+        unit = codes.float() / _there(codes, (127.0,))
     else:
         levels = _levels_for(codes, scales)
         assert levels is not None
@@ -245,8 +248,11 @@ def _levels_for(codes: Tensor, scales: Tensor) -> Tensor | None:
     """Return the levels where codes are, `None` if they are equal steps; for real ones always the
     same tensor, since a GPU makes the host wait for each that is made anew."""
     if codes.dtype == torch.int8:
-        return _levels_on(codes.device, E4M3) if scales.dtype == torch.int32 else None
-    levels = E2M1 if scales.dtype == torch.uint8 else _NF4
+        return _there(codes, E4M3) if scales.dtype == torch.int32 else None
+    return _there(codes, E2M1 if scales.dtype == torch.uint8 else _NF4)
+
+
+def _there(codes: Tensor, levels: tuple[float, ...]) -> Tensor:
     if type(codes) in (Tensor, nn.Parameter):
         return _levels_on(codes.device, levels)
     return torch.tensor(levels, device=codes.device)  # of an analysis, which has no data

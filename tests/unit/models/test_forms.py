@@ -22,7 +22,13 @@ from atomtrain.models.lora_config import (
     LoraConfig,
     parse_lora,
 )
-from atomtrain.models.quantised import counting, dequantise, dequantise_in_torch, quantise
+from atomtrain.models.quantised import (
+    counting,
+    dequantise,
+    dequantise_in_torch,
+    exponents,
+    quantise,
+)
 from tests.support.quantised_folders import awq, fp8, gptq, int8, nf4
 
 _E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -260,3 +266,10 @@ def test_numbers_are_kept_in_their_own_bits(published: str, bits: int) -> None:
         LoraConfig(bits=bits, published=published)
     kept = LoraConfig(bits=12 - bits, published=published)
     assert dataclasses.replace(kept, bits=None).published == published
+
+
+def test_exponents_of_a_byte_are_exact_powers_of_two() -> None:
+    every = torch.arange(256)
+    powers = 2.0 ** (every.double() - 127)
+    assert torch.equal(exponents(every.to(torch.uint8)), powers.float())
+    assert exponents(torch.zeros(1, dtype=torch.uint8)) > 0
