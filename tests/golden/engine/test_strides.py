@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.analysis.layers.chain import Layer
+from atomtrain.engine.state.residents import DeviceBuffers
 from tests.support.planning_models import random_shape, use_shape
 from tests.support.swapped import check
 
@@ -159,3 +160,44 @@ def test_gradients_that_lie_in_larger_ones(monkeypatch: pytest.MonkeyPatch, seed
     use_shape(monkeypatch, random_shape(random.Random(seed), 7, 5))
     steps = [[{"x": torch.randn(64, 8)} for _ in range(1 + seed % 3)] for _ in range(2)]
     check(Joins(), steps, loss_of=lambda model, batch: model(**batch))
+
+
+class Turned(nn.Module):
+    """Turns pairs of numbers by tables that lie column by column, as DeepSeek-V2 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        angles = torch.randn(4, 13)
+        self.register_buffer("kept", torch.polar(torch.ones(4, 13), angles).t(), persistent=False)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        angles = torch.arange(4.0, device=x.device)[:, None] * torch.arange(13.0, device=x.device)
+        made = torch.polar(torch.ones_like(angles), angles).transpose(0, 1)
+        for layer in self.layers:
+            pairs = torch.view_as_complex(layer(x).unflatten(-1, (4, 2)))
+            x = torch.view_as_real(pairs * made * self.kept).flatten(-2)
+        return {"loss": x.sin().sum()}
+
+
+@pytest.mark.parametrize("activations", ["offload", "keep", "recompute"])
+def test_tables_lie_on_the_device_as_they_lie_in_the_model(
+    activations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers in another layout are multiplied by other instructions."""
+    torch.manual_seed(0)
+    model, seen = Turned(), list[tuple[int, ...]]()
+    of = DeviceBuffers.of
+
+    def watched(self: DeviceBuffers, *given: Any, **named: Any) -> dict[str, Tensor]:
+        buffers = of(self, *given, **named)
+        seen.extend(buffer.stride() for buffer in buffers.values())
+        return buffers
+
+    monkeypatch.setattr(DeviceBuffers, "of", watched)
+    steps = [[{"x": torch.randn(2, 13, 8)} for _ in range(2)] for _ in range(2)]
+    check(
+        model, steps, loss_of=lambda model, batch: model(**batch)["loss"],
+        activations=activations, micro_batches=2, segments=3, slots=2, host_layers=0,
+    )  # fmt: skip
+    assert set(seen) == {(1, 13), (13, 1)}  # the buffer, and the base of what forward turns

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.streams import Event
-from atomtrain.engine.state.store import view_of
+from atomtrain.engine.state.store import in_layout_of, view_of
 from atomtrain.errors import PlanError
 from atomtrain.units import format_bytes
 
@@ -174,7 +174,8 @@ class Streamed:
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
                         self._buffers.append((module, name, buffer))
-                        copy = device.empty(tuple(buffer.shape), buffer.dtype)
+                        flat = device.empty((buffer.numel(),), buffer.dtype)
+                        copy = in_layout_of(flat, buffer)
                         copy.copy_(buffer)
                         module._buffers[name] = copy
             self._slots = [
