@@ -253,8 +253,8 @@ def _measure(
             if isinstance(value, Tensor):
                 value.grad = None  # else the next backward would add to it
 
-    # The first run of each kind chooses kernels and touches memory. A GPU has others for each:
-    # attention without a graph is prepared anew, for half a second.
+    # The first run of each kind chooses kernels and touches memory. A GPU has others without a
+    # graph: on an H200 a block's first such forward took half a second.
     both()
     forward()
     return LayerTime(timed(forward), timed(both))
