@@ -18,7 +18,6 @@ from atomtrain.engine.devices.devices import open_device
 from atomtrain.engine.generation.generating import Wish, generate
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.models.forms import to_fp8, to_nf4, to_steps
-from atomtrain.models.gpt import own_past
 from atomtrain.models.lora_config import parse_lora
 from atomtrain.models.quantised import Quantised, dequantise, quantise, to_mxfp4
 from atomtrain.optimizers import AdamW, Muon
@@ -222,7 +221,6 @@ def test_packed_documents_do_not_see_each_other(kind: str, dtype: torch.dtype) -
     generator = torch.Generator().manual_seed(5)
     lengths = (40, 41, 15)
     documents = torch.arange(3).repeat_interleave(torch.tensor(lengths))[None]
-    assert own_past(documents).shape == (1, 1, TOKENS, TOKENS)
     ids = torch.randint(VOCABULARY, (1, TOKENS), generator=generator)
     other = ids.clone()
     other[:, : lengths[0]] = torch.randint(VOCABULARY, (1, lengths[0]), generator=generator)

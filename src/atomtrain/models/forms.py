@@ -11,7 +11,7 @@ is held as in other folders.
 - `steps` (GPTQ and AWQ of 4 bits): the difference of a code and a zero point, of 4 bits each,
   times a scale for each group of a row. 8 bits hold the difference, which e4m3 has, too; 4 bits the
   code. The zero point then is where a scale of 16 bits has nothing.
-- `steps8` (GPTQ of 8 bits): the same of 8 bits. Scales are float16, or might be.
+- `steps8` (GPTQ of 8 bits): the same of 8 bits, with scales that float16 has.
 - `sorted` behind one of these (GPTQ's `desc_act`): a linear layer's columns are sorted by group,
   and what they multiply is, too. Experts are not.
 - `rows` (bitsandbytes of 8 bits): equal steps of the largest number of a row. The last bit of a
@@ -200,13 +200,14 @@ def to_steps8(weight: Tensor, tile: tuple[int, int]) -> Quantised:
         zeros = (-128 - steps.amin(-1)).clamp(min=0) + (127 - steps.amax(-1)).clamp(max=0)
         numbers = (steps + zeros[..., None]).where(kept[..., None], 0.0)
         words = counted(torch.where(kept, found, 1.0), zeros.where(kept, 0.0))
+        codes = numbers.flatten(1).to(torch.int8)
         if not kept.all():
-            most = blocks.abs().amax(-1)
-            most = torch.where(most > 0, most, 1.0)
-            equal = (blocks / most[..., None] * 127).round()
-            numbers = torch.where(kept[..., None], numbers, equal)
+            equal = quantise(blocks.flatten(0, 1), 8)  # a block is a row
+            others = kept.repeat_interleave(block, 1)
+            codes = torch.where(others, codes, equal.codes.view_as(codes))
+            most = torch.where(equal.scales > 0, equal.scales, 1.0).view_as(found)
             words = torch.where(kept, words, (-most).view(torch.int32))
-        return Quantised(numbers.flatten(1).to(torch.int8), words)
+        return Quantised(codes, words)
 
     return _by_rows(weight, packed)
 

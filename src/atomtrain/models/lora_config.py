@@ -20,10 +20,8 @@ MXFP4, NF4, FP8, STEPS, STEPS8, ROWS = "mxfp4", "nf4", "fp8", "steps", "steps8",
 """Numbers that folders publish and `bits` keeps: see `models/forms.py`."""
 _HELD_IN = {MXFP4: (4,), NF4: (4,), FP8: (8,), STEPS: (8, 4), STEPS8: (8,), ROWS: (8,)}
 """The `bits` that keep each."""
-_KEPT = re.compile(
-    rf"{MXFP4}|{NF4}|{ROWS}|{FP8} (\d{{1,6}})x(\d{{1,6}})|"
-    rf"{STEPS}8? (\d{{1,6}})x(\d{{1,6}})( sorted)?"
-)
+_TILE = r"\d{1,6}x\d{1,6}"
+_KEPT = re.compile(rf"{MXFP4}|{NF4}|{ROWS}|{FP8} {_TILE}|({STEPS}|{STEPS8}) {_TILE}( sorted)?")
 NOTHING, PISSA, OLORA = "nothing", "pissa", "olora"
 """How adapters begin; `pissa_niter_16` is another, with any number. See `models/lora_init.py`."""
 _ROUNDS = re.compile(rf"{PISSA}_niter_([1-9]\d{{0,3}})")

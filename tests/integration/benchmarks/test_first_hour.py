@@ -73,6 +73,30 @@ def test_every_part_comes_to_its_end_where_packages_are_missing(tmp_path: Path) 
     assert set(rows["offloaders"]["rows"]) == {"resident", "fsdp2", "atom"}
 
 
+def test_without_pytest_the_other_parts_run(tmp_path: Path) -> None:
+    out = tmp_path / "found"
+    done = subprocess.run(
+        [
+            sys.executable, str(ROOT / "scripts" / "first-hour"), "--device", "emulated",
+            "--out", str(out), "--only", "machine,tests",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "tests" / "support" / "poor"),
+            "ATOM_TEST_LACKS": "pytest,_pytest",
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads((out / "tests.json").read_text())["skipped"] == {
+        "pytest": "the tests of the GPU"
+    }
+    assert json.loads((out / "machine.json").read_text())["pinned"]["load_bytes_per_s"] > 0
+
+
 def test_a_python_without_torch_is_told_in_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-S", str(ROOT / "scripts" / "first-hour"), "--device", "emulated"],

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.streams import Event
-from atomtrain.engine.state.store import in_layout_of, view_of
+from atomtrain.engine.state.store import copy_on, view_of
 from atomtrain.errors import PlanError
 from atomtrain.units import format_bytes
 
@@ -174,10 +174,7 @@ class Streamed:
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
                         self._buffers.append((module, name, buffer))
-                        flat = device.empty((buffer.numel(),), buffer.dtype)
-                        copy = in_layout_of(flat, buffer)
-                        copy.copy_(buffer)
-                        module._buffers[name] = copy
+                        module._buffers[name] = copy_on(device, buffer)
             self._slots = [
                 device.empty((self._slot_bytes,), torch.uint8) for _ in range(self._slot_count)
             ]

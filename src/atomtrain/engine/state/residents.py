@@ -21,7 +21,7 @@ from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.state.gradients import Collector, accept_wide
-from atomtrain.engine.state.store import HostStore, gradient_view, in_layout_of, view_of
+from atomtrain.engine.state.store import HostStore, copy_on, gradient_view, view_of
 from atomtrain.planning.plan.shape import Layers, Phase
 
 
@@ -176,11 +176,7 @@ class DeviceBuffers:
             here = {}
             for name, buffer in layer.buffers.items() if index >= first else ():
                 if id(buffer) not in copies:
-                    # With its strides: kernels add in another order for another layout.
-                    flat = device.empty((buffer.numel(),), buffer.dtype)
-                    copy = in_layout_of(flat, buffer)
-                    copy.copy_(buffer)
-                    copies[id(buffer)] = copy
+                    copies[id(buffer)] = copy_on(device, buffer)
                 here[name] = copies[id(buffer)]
             self._buffers.append(here)
         self.storages = frozenset(copy.untyped_storage()._cdata for copy in copies.values())

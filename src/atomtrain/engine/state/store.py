@@ -185,6 +185,12 @@ def in_layout_of(flat: Tensor, like: Tensor) -> Tensor:
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 
 
+def copy_on(device: Device, tensor: Tensor) -> Tensor:
+    """Return a tensor's copy on the device, made inside `Device.computing`, in the same layout."""
+    here = in_layout_of(device.empty((tensor.numel(),), tensor.dtype), tensor)
+    return here.copy_(tensor)
+
+
 def gradient_view(
     buffer: Tensor, offset_bytes: int, parameter: nn.Parameter, factor: int
 ) -> Tensor:
