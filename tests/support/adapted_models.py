@@ -10,7 +10,7 @@ import torch
 from atomtrain.models.hugging_face import build, read_config
 from atomtrain.models.lora import adapted_layers, add_adapters, begun_layers
 from atomtrain.models.lora_config import LoraConfig
-from atomtrain.models.narrow import MadeWide, adapted_by
+from atomtrain.models.narrow import adapted_by
 from atomtrain.training.setup.loading import Weights
 
 
@@ -24,7 +24,7 @@ def adapted(folder: Path, config: LoraConfig) -> Any:
     with torch.no_grad():
         for name, layer in begun_layers(model).items():
             base = weights.read(adapted_by(name) or f"{name}.weight")
-            order = (weights.order(name),) if isinstance(layer, MadeWide) else ()
+            order = (weights.order(name),) if hasattr(layer, "order") else ()
             for part, values in layer.beginning(lambda base=base: base, name, *order):
                 layer.get_parameter(part).copy_(values)
         for layer in adapted_layers(model).values():

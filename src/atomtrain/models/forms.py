@@ -76,7 +76,7 @@ class Form(NamedTuple):
     tile: tuple[int, int] = (0, 0)
     """Rows and columns that share a published scale; 0 stands for all."""
     sorts: bool = False
-    """Whether columns are sorted by tile: see `beginning` of `models/narrow.py`."""
+    """Whether columns are sorted by tile: see `MadeWide.held` in `models/narrow.py`."""
 
     def empty(self, rows: int, inputs: int, like: Tensor) -> Quantised:
         """Return room for a matrix on the device of another.

@@ -15,7 +15,7 @@ from atomtrain.models.hugging_face import HuggingFaceConfig, read_config
 from atomtrain.models.lora import begun_layers
 from atomtrain.models.lora_embedding import LoraEmbedding
 from atomtrain.models.making import Sizes, make_outline
-from atomtrain.models.narrow import MadeWide, adapted_by
+from atomtrain.models.narrow import adapted_by
 from atomtrain.models.weights.names import Source, match_weights
 from atomtrain.progress import BYTES, Progress
 
@@ -83,7 +83,7 @@ class Weights:
         with Progress("beginning adapters", len(layers), "layers") as progress:
             for name, layer in layers.items():
                 seed = seed_of_adapter(self.seed, name)
-                order = (self.order(name),) if isinstance(layer, MadeWide) else ()
+                order = (self.order(name),) if hasattr(layer, "order") else ()
                 for part, values in layer.beginning(partial(self._wide, name), seed, *order):
                     engine.masters.write(parameters[f"{name}.{part}"], values)
                 progress.advance()
