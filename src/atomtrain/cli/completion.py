@@ -1,14 +1,13 @@
-"""`atom completion`: completes commands and options in bash, zsh and fish, from all parsers."""
+"""`atom completion`: completes commands and options in a shell, from all parsers, by `shtab`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from atomtrain.cli.main import COMMANDS, command_module, command_of, is_installed
 from atomtrain.cli.parsing import Parser, parse
@@ -16,39 +15,18 @@ from atomtrain.errors import ConfigError, nearest
 from atomtrain.settings import option
 
 SHELLS = ("bash", "zsh", "fish")
-_ABOUT_CHARACTERS = 72
 _EXAMPLES = """\
   eval "$(atom completion bash)"                 in ~/.bashrc
   eval "$(atom completion zsh)"                  in ~/.zshrc, after compinit
   atom completion fish | source                  in config.fish"""
-_BASH = """\
-_atom() {{
-    local word="${{COMP_WORDS[COMP_CWORD]}}" given="${{COMP_WORDS[1]}}" words=""
-    if [ "$COMP_CWORD" -gt 2 ]; then
-        case "$given ${{COMP_WORDS[2]}}" in
-            {nested}) given="$given ${{COMP_WORDS[2]}}" ;;
-        esac
-    fi
-    case "$COMP_CWORD:$word" in
-        1:*) words="{commands}" ;;
-        *:-*) case "$given" in
-{options}
-        esac ;;
-        2:*) case "$given" in
-{names}
-        esac ;;
-    esac
-    COMPREPLY=($(compgen -W "$words" -- "$word"))
-}}
-complete -o default -o bashdefault -F _atom atom
-"""
-_ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 _WORDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "swarm": (("status",), ("ping",)),
     "bench": ((), ("report",)),
     "data": (("inspect",),),
 }
 """Further words of commands that have some; `()` is the command itself."""
+_NAMES_OR_FILES = ("train", "plan", "simulate")
+"""Commands whose first argument is a known name, or a file or folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,21 +50,41 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
         positional=("shell",),
     )
-    flags = {
-        words: [action for action in options_of(parser) if action.option_strings]
-        for words, parser in all_parsers().items()
-    }
-    make = _fish if options.shell == "fish" else _bash
-    text = make(flags)
-    sys.stdout.write(_ZSH + text if options.shell == "zsh" else text)
+    import shtab
+
+    sys.stdout.write(shtab.complete(whole_parser(), options.shell) + "\n")
     return 0
 
 
-def names_after(commands: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return what may follow a command: the words of commands that have some, and known names.
+def whole_parser() -> argparse.ArgumentParser:
+    """Return one parser of all commands, whose arguments tell `shtab` what to offer for them."""
+    import shtab
 
-    Where nothing is known, or nothing that is known fits, shells offer files.
-    """
+    names = known_names()
+    whole = argparse.ArgumentParser("atom")
+    commands = whole.add_subparsers()
+    nested: dict[str, Any] = {}
+    for words, parser in all_parsers().items():
+        for action in options_of(parser):
+            given = () if action.option_strings else names.get(words, ())
+            if given and words not in _NAMES_OR_FILES:
+                action.choices = given
+            elif action.nargs != 0:
+                offered = _names_or_files(words, given) if given else shtab.FILE
+                action.complete = offered  # type: ignore[attr-defined]
+        command, _, below = words.partition(" ")
+        if below and command not in nested:
+            if command not in commands.choices:
+                commands.add_parser(command, help=COMMANDS[command])
+            nested[command] = commands.choices[command].add_subparsers()
+        where = nested[command] if below else commands
+        about = (parser.description or "") if below else COMMANDS[command]
+        where.add_parser(below or command, help=about, parents=[parser], add_help=False)
+    return whole
+
+
+def known_names() -> dict[str, tuple[str, ...]]:
+    """Return the names that may follow a command."""
     from atomtrain.models.gpt_config import PRESETS
     from atomtrain.training.config.recipe_files import ready_recipes
 
@@ -97,57 +95,21 @@ def names_after(commands: Iterable[str]) -> dict[str, tuple[str, ...]]:
         "completion": SHELLS,
     }
     if is_installed("bench"):
-        names["bench"] = tuple(command_module("bench").REGISTRY)
-    for words in commands:
-        command, _, below = words.partition(" ")
-        if below:
-            names[command] = (*names.get(command, ()), below)
+        names["bench"] = ("report", *command_module("bench").REGISTRY)
     return names
 
 
-def _bash(flags: Mapping[str, Sequence[argparse.Action]]) -> str:
-    def cases(offered: Mapping[str, Iterable[str]]) -> str:
-        return "\n".join(
-            f'            "{words}") words="{" ".join(some)}" ;;' for words, some in offered.items()
-        )
-
-    options = {
-        words: [flag for action in actions for flag in action.option_strings]
-        for words, actions in flags.items()
+def _names_or_files(command: str, names: Iterable[str]) -> dict[str, Any]:
+    """Return what `shtab` takes of an argument that is one of some names, or a file."""
+    words, function = " ".join(names), f"_atom_file_or_{command}"
+    bash = f'{function}() {{ compgen -W "{words}" -- "$1"; compgen -f -- "$1"; }}'
+    zsh = f"{function}() {{ compadd -- {words}; _files; }}"
+    return {
+        "bash": function,
+        "zsh": function,
+        "fish": f"{words} (__fish_complete_path (commandline -ct))",
+        "preamble": {"bash": bash, "zsh": zsh},
     }
-    return _BASH.format(
-        commands=" ".join(COMMANDS),
-        nested="|".join(f'"{words}"' for words in flags if " " in words),
-        options=cases(options),
-        names=cases(names_after(flags)),
-    )
-
-
-def _fish(flags: Mapping[str, Sequence[argparse.Action]]) -> str:
-    lines = ["complete -c atom -e", "complete -c atom -n __fish_use_subcommand -f"]
-    for name, about in COMMANDS.items():
-        lines.append(f"complete -c atom -n __fish_use_subcommand -a {name} -d {_quoted(about)}")
-    for name, offered in names_after(flags).items():
-        when = f"__fish_seen_subcommand_from {name}"
-        lines.append(f"complete -c atom -n '{when}' -a '{' '.join(offered)}'")
-    for words, actions in flags.items():
-        when = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in words.split())
-        for action in actions:
-            names = [
-                f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}"
-                for flag in action.option_strings
-            ]
-            value = "" if action.nargs == 0 else " -r"
-            about = _quoted((action.help or "").replace("%%", "%").partition(". ")[0])
-            lines.append(f"complete -c atom -n '{when}' {' '.join(names)}{value} -d {about}")
-    return "\n".join((*lines, ""))
-
-
-def _quoted(text: str) -> str:
-    """Return a text as fish reads it, shortened to what fits beside a word."""
-    short = textwrap.shorten(text.rstrip("."), _ABOUT_CHARACTERS, placeholder=" ...")
-    escaped = short.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 class _Captured(Exception):  # noqa: N818 - carries a parser out of a command

@@ -12,7 +12,7 @@ import pytest
 
 from atomtrain import progress
 from atomtrain.cli import main as command
-from atomtrain.cli.completion import all_parsers, names_after
+from atomtrain.cli.completion import all_parsers, known_names
 from atomtrain.cli.main import main
 from atomtrain.progress import Progress
 from tests.support.waiting import PATIENCE_S
@@ -43,11 +43,11 @@ def test_a_command_without_its_package_says_how_to_install_it(
 @pytest.mark.usefixtures("_product_only")
 def test_completion_offers_what_is_installed() -> None:
     assert {"bench", "simulate"}.isdisjoint(all_parsers())
-    assert "bench" not in names_after(["train"])
+    assert "bench" not in known_names()
 
 
 def test_completion_knows_the_benchmarks_where_they_are_installed() -> None:
-    assert "swap" in names_after(["bench"])["bench"]
+    assert "swap" in known_names()["bench"]
     assert {"bench", "bench report", "simulate"} <= set(all_parsers())
 
 

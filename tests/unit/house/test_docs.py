@@ -112,8 +112,9 @@ def test_the_page_of_commands_has_every_option() -> None:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_shells_complete_commands_and_options(
-    shell: str, capsys: pytest.CaptureFixture[str]
+    shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    (tmp_path / "book.txt").touch()
     assert main(["completion", shell]) == 0
     text = capsys.readouterr().out
     for word in ("train", "device-memory", "status", "swarm"):
@@ -122,15 +123,16 @@ def test_shells_complete_commands_and_options(
         lines = {
             "tra": "train", "train --device-m": "--device-memory", "train pre": "pretrain-small",
             "swarm st": "status", "swarm status --js": "--json", "bench rep": "report",
-            "bench report --res": "--results", "plan gpt3-175": "gpt3-175b", "train --data b": "",
-            "completion f": "fish",
+            "bench report --res": "--results", "plan gpt3-175": "gpt3-175b",
+            "completion f": "fish", "train --data b": "book.txt",
         }  # fmt: skip
         for line in lines:
-            text += f"COMP_WORDS=(atom {line}); COMP_CWORD={len(line.split())}; _atom\n"
+            text += f"COMP_WORDS=(atom {line}); COMP_CWORD={len(line.split())}; _shtab_atom\n"
             text += 'echo "${COMPREPLY[*]}"\n'
         done = subprocess.run(
-            ["bash", "-c", text], capture_output=True, text=True, timeout=PATIENCE_S, check=True
-        )
+            ["bash", "-c", text],
+            capture_output=True, text=True, timeout=PATIENCE_S, check=True, cwd=tmp_path,
+        )  # fmt: skip
         assert dict(zip(lines, done.stdout.split("\n"), strict=False)) == lines
         assert done.stderr == ""
 
