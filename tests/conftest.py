@@ -113,13 +113,13 @@ def assumed_times(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_search_for_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the largest micro-batch and the whole head, which do fit: the planner says so if not.
 
-    The search analyses the model, as opening the engine does once more.
+    The search may analyse the model with several sizes.
     """
-    from atomtrain.training.setup import budgets, setup
+    from atomtrain.training.setup import fitting
 
-    def find_fit(model: Any, recipe: Any, devices: Any, objective: Any, *more: Any) -> budgets.Fit:
+    def find_fit(model: Any, recipe: Any, devices: Any, objective: Any, *more: Any) -> Any:
         _, micro_batch = more
-        sizes = budgets._sizes(recipe, objective.together, len(devices))
-        return budgets.Fit(micro_batch or sizes[0], None)
+        sizes = fitting._sizes(recipe, objective.together, len(devices))
+        return fitting.Fit(micro_batch or sizes[0], None), None
 
-    monkeypatch.setattr(setup, "find_fit", find_fit)
+    monkeypatch.setattr(fitting, "find_fit", find_fit)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -64,6 +65,23 @@ from atomtrain.progress import Progress
 from atomtrain.units import parse_bytes
 
 
+class Fitted(NamedTuple):
+    """A micro-batch, how many there are in a step, and what is known of the model on it."""
+
+    example: MicroBatch
+    micro_batches: int
+    head_pieces: int | Literal["auto"] | None
+    traced: Traced | None = None
+    """The model itself, traced on the example for the first device; `None` if that is to be done.
+    """
+    costs: ChainCosts | None = None
+    """Of what was traced, with the head whole and gradients of the type that they will have."""
+
+
+Fitter = Callable[[nn.Module, Sequence[Device]], Fitted]
+"""Finds how a step is divided: gets the model as it will be computed, and where."""
+
+
 def swap(
     model: nn.Module,
     example: MicroBatch,
@@ -106,32 +124,46 @@ def swap(
             optimizer that keeps no masters or on a GPU that only emulates it.
     """
     options = options or Options()
+    given = Fitted(example, options.micro_batches, options.head_pieces)
+    return swap_fitted(
+        model,
+        lambda _model, _devices: given,
+        optimizer=optimizer,
+        device_memory=device_memory,
+        device=device,
+        loss=loss,
+        layers=layers,
+        options=options,
+    )
+
+
+def swap_fitted(
+    model: nn.Module, fit: Fitter, *, optimizer: OptimizerFactory, options: Options, **more: Any
+) -> Engine:
+    """Return an engine as `swap` does, whose micro-batch is found when the devices are open.
+
+    What `fit` says counts more than `options`, and what it has traced is not traced again.
+    """
+    opening = functools.partial(_open, fit=fit, optimizer=optimizer, options=options, **more)
     with ExitStack() as undo:
         if options.deterministic:
             undo.enter_context(deterministic())
         with told_plainly(), interleaved():
-            engine = _swap(model, example, optimizer, device_memory, device, loss, layers, options)
+            engine = _swap(model, options.precision, opening)
         engine.end_with(undo.pop_all())
     return engine
 
 
 def _swap(
-    model: nn.Module,
-    example: MicroBatch,
-    optimizer: OptimizerFactory,
-    device_memory: str | int | None,
-    device: str | Device | Sequence[str | Device],
-    loss: Loss | None,
-    layers: Sequence[str] | None,
-    options: Options,
+    model: nn.Module, precision: str | None, opening: Callable[[nn.Module], Engine]
 ) -> Engine:
     """Return the engine of a model that becomes what it is to be computed in."""
     check_memory(model)
-    if options.precision is None:
-        return _open(model, example, optimizer, device_memory, device, loss, layers, options)
-    narrowed = Narrowed(model, options.precision)
+    if precision is None:
+        return opening(model)
+    narrowed = Narrowed(model, precision)
     try:
-        engine = _open(model, example, optimizer, device_memory, device, loss, layers, options)
+        engine = opening(model)
     except BaseException:
         narrowed.restore()
         raise
@@ -159,13 +191,13 @@ def measured_overhead() -> Overhead:
 
 def _open(
     model: nn.Module,
-    example: MicroBatch,
+    fit: Fitter,
     optimizer: OptimizerFactory,
-    device_memory: str | int | None,
-    device: str | Device | Sequence[str | Device],
-    loss: Loss | None,
-    layers: Sequence[str] | None,
     options: Options,
+    device: str | Device | Sequence[str | Device] = "auto",
+    device_memory: str | int | None = None,
+    loss: Loss | None = None,
+    layers: Sequence[str] | None = None,
 ) -> Engine:
     """Return the engine of a model in the type that it is to be computed in."""
     devices = open_devices(device, device_memory)
@@ -176,26 +208,13 @@ def _open(
         check_shared(options, devices)
         for one in devices:
             require_native(one, options.precision)
-        traced = _traced(model, example, loss, layers, opened, check=options.check_model)
-        inputs = traced.bind(example)
-        chain = traced.chain
-        if isinstance(options.head_pieces, int):
-            chain = split_head(chain, options.head_pieces)
-        chain = with_gradients_in(chain, options.gradient_dtype)
-        require_data(chain)
-        check_hooks(chain.parameters, chain.names)
-        if opened.one_memory and (options.host_layers or options.disk is not None):
-            what = "host_layers" if options.host_layers else "disk"
-            raise ConfigError(
-                f"with device='cpu' all layers compute on the host store itself; leave {what} out, "
-                "or choose device='emulated'"
-            )
-        if options.compile is True:
-            require_compilable(opened)
-        costs = layer_costs(chain, inputs, opened.torch_device)
-        if options.head_pieces == "auto":
-            whole, chain = chain, split_head_as_needed(chain, costs, opened.torch_device)
-            costs = costs if chain is whole else layer_costs(chain, inputs, opened.torch_device)
+        fitted = fit(model, devices)
+        options = dataclasses.replace(
+            options, micro_batches=fitted.micro_batches, head_pieces=fitted.head_pieces
+        )
+        traced = _traced(model, fitted, loss, layers, opened, check=options.check_model)
+        inputs = traced.bind(fitted.example)
+        chain, costs = _layers_of(traced.chain, fitted.costs, inputs, opened, options)
         (chain, costs, profile), compiling = _profiled(
             chain, costs, inputs, devices, options, images_grow=traced.larger is not None
         )
@@ -240,6 +259,39 @@ def _open(
         raise
     core = EngineCore(model, planner, plan, store, members, updates, shared)
     return Engine(core, traced)
+
+
+def _layers_of(
+    chain: Chain,
+    costs: ChainCosts | None,
+    inputs: Mapping[str, Any],
+    device: Device,
+    options: Options,
+) -> tuple[Chain, ChainCosts]:
+    """Return the chain as it will be trained, and its costs; those that are known are taken.
+
+    Raises:
+        ConfigError: it cannot be trained on this device, or with these options.
+    """
+    if isinstance(options.head_pieces, int):
+        chain, costs = split_head(chain, options.head_pieces), None
+    chain = with_gradients_in(chain, options.gradient_dtype)
+    require_data(chain)
+    check_hooks(chain.parameters, chain.names)
+    if device.one_memory and (options.host_layers or options.disk is not None):
+        what = "host_layers" if options.host_layers else "disk"
+        raise ConfigError(
+            f"with device='cpu' all layers compute on the host store itself; leave {what} out, "
+            "or choose device='emulated'"
+        )
+    if options.compile is True:
+        require_compilable(device)
+    if costs is None:
+        costs = layer_costs(chain, inputs, device.torch_device)
+    if options.head_pieces == "auto":
+        whole, chain = chain, split_head_as_needed(chain, costs, device.torch_device)
+        costs = costs if chain is whole else layer_costs(chain, inputs, device.torch_device)
+    return chain, costs
 
 
 def _profiled(
@@ -300,7 +352,7 @@ def _machine_with_disk(machine: Machine, chain: Chain, options: Options) -> Mach
 
 def _traced(
     model: nn.Module,
-    example: MicroBatch,
+    fitted: Fitted,
     loss: Loss | None,
     layers: Sequence[str] | None,
     device: Device,
@@ -311,14 +363,16 @@ def _traced(
 
     There the model may take other branches than on a GPU, so then it is traced for that too.
     """
-    with Progress("tracing the model"):
-        traced = chain_of(model, example, loss, layers, device.torch_device)
+    traced = fitted.traced
+    if traced is None:
+        with Progress("tracing the model"):
+            traced = chain_of(model, fitted.example, loss, layers, device.torch_device)
     device.trim()  # what constants were computed in
     if check:
         require_data(traced.chain)
         on_host = device.torch_device.type == "cpu"
-        there = traced if on_host else chain_of(model, example, loss, layers)
-        check_chain(model, there, example)
+        there = traced if on_host else chain_of(model, fitted.example, loss, layers)
+        check_chain(model, there, fitted.example)
     return traced
 
 

@@ -239,7 +239,7 @@ def test_a_reader_that_goes_away_and_a_full_disk(command: list[str]) -> None:
 def test_a_budget_too_small_names_one_that_works(
     complaint: Complaint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atomtrain.training.setup.budgets._PIECES", (2, 4))  # each is analysed
+    monkeypatch.setattr("atomtrain.training.setup.fitting._PIECES", (2, 4))  # each is analysed
     command = ["train", *TINY, "--data", "text.txt", "--device", "emulated", "--device-memory"]
     message = complaint(*command, "100KiB")
     assert "layer '" in message

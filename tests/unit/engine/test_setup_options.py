@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from atomtrain.engine.api import Fitted
 from atomtrain.engine.devices.devices import open_device
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.execution.compiled import compiled
@@ -18,7 +19,7 @@ from atomtrain.training.config.new_recipe import new_recipe
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import check_spending
 from atomtrain.training.setup import setup
-from atomtrain.training.setup.budgets import Fit, example_of
+from atomtrain.training.setup.fitting import example_of
 from atomtrain.training.setup.objectives import objective_of
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
@@ -41,9 +42,10 @@ def opened(options: TrainOptions) -> Engine:
     recipe = new_recipe(options)
     objective = objective_of(recipe)
     torch.manual_seed(recipe.seed)
+    fitted = Fitted(example_of(recipe, 2, objective), 2, None)
     return setup._open_engine(
-        make_model(recipe.sizes), example_of(recipe, 2, objective), recipe,
-        open_device(options.device, "64MiB"), Fit(2, None), objective, options, gradients=False,
+        make_model(recipe.sizes), lambda *_: fitted, recipe,
+        [open_device(options.device, "64MiB")], objective, options, gradients=False,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from atomtrain.checkpoint import Checkpoint
 from atomtrain.data.material import Draws
 from atomtrain.data.sampler import SamplerConfig
-from atomtrain.engine.api import swap
+from atomtrain.engine.api import Fitter, swap_fitted
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.devices import open_devices
 from atomtrain.engine.devices.native import require_native
@@ -46,16 +46,13 @@ from atomtrain.training.config.preflight import (
 )
 from atomtrain.training.config.recipe import Recipe, check_spending
 from atomtrain.training.setup.budgets import (
-    Fit,
     check_host_memory,
-    check_micro_batch,
     device_memory_of,
-    example_of,
-    find_fit,
 )
+from atomtrain.training.setup.fitting import Fit, Fitting, example_of
 from atomtrain.training.setup.gradients import GradientCollector, GradientFragments, step_of
 from atomtrain.training.setup.model_check import check_model, check_separation
-from atomtrain.training.setup.objective import MicroBatch, Objective
+from atomtrain.training.setup.objective import Objective
 from atomtrain.training.setup.objectives import DirectPreference, objective_of
 from atomtrain.training.setup.peering import (
     EngineFragments,
@@ -177,8 +174,6 @@ def _assemble(
             require_compilable(devices[0])
         for device in devices:
             require_native(device, recipe.precision)
-        fit = _fit(options, source, outline, devices, objective)
-        check_micro_batch(fit.micro_batch, recipe)
         torch.manual_seed(recipe.seed)
         model = make_model(recipe.sizes, recipe.lora, train_tower=recipe.train_tower)
         model = with_noise(model, recipe.neftune_noise_alpha)
@@ -186,11 +181,12 @@ def _assemble(
         for device in devices:
             device.close()
         raise
-    example = example_of(recipe, fit.micro_batch, objective, text)
+    fitting = Fitting(options, source, objective)
     engine = _open_engine(
-        model, example, recipe, devices, fit, objective,
+        model, fitting, recipe, devices, objective,
         dataclasses.replace(options, compile=compiling), gradients=gradients, plan=source.plan,
     )  # fmt: skip
+    fit, example = fitting.fit, fitting.example
     engine.recording = options.trace is not None
     try:
         fragments = GradientFragments(engine) if gradients else _fragments(engine, source)
@@ -242,10 +238,9 @@ def _outline_of(source: Source, tell: Callable[[str], None]) -> nn.Module:
 
 def _open_engine(
     model: nn.Module,
-    example: MicroBatch,
+    fit: Fitter,
     recipe: Recipe,
     devices: Sequence[Device],
-    fit: Fit,
     objective: Objective,
     options: TrainOptions,
     *,
@@ -254,44 +249,19 @@ def _open_engine(
 ) -> Engine:
     settings = {
         "plan": plan,
-        "micro_batches": recipe.sequences // fit.micro_batch,
         "clip_norm": recipe.clip_norm or None,
-        "head_pieces": fit.head_pieces,
         "precision": precision_of(recipe.precision),
         "gradient_dtype": recipe.gradient_dtype,
         "profile": "again" if options.profile_again else not options.no_profile,
     }
-    return swap(
+    return swap_fitted(
         model,
-        example,
+        fit,
         optimizer=GradientCollector if gradients else lambda _: make_optimizer(model, recipe),
         device=devices,
         loss=objective.loss,
         options=Options(**{**chosen(options, Options), **settings}),
     )
-
-
-def _fit(
-    options: TrainOptions,
-    source: Source,
-    outline: nn.Module,
-    devices: Sequence[Device],
-    objective: Objective,
-) -> Fit:
-    """Return how a step is divided.
-
-    A resumed run keeps its own, because sums in another order have other last bits.
-    """
-    if source.checkpoint is not None:
-        meta = source.checkpoint.meta
-        micro_batch = options.micro_batch or int(meta["micro_batch"])
-        return Fit(micro_batch, options.head_pieces or meta.get("head_pieces"))
-    if options.micro_batch is not None and options.head_pieces is not None:
-        return Fit(options.micro_batch, options.head_pieces)
-    if options.micro_batch is not None:
-        check_micro_batch(options.micro_batch, source.recipe)
-    found = find_fit(outline, source.recipe, devices, objective, source.text, options.micro_batch)
-    return found._replace(head_pieces=options.head_pieces or found.head_pieces)
 
 
 def _compiling(

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from atomtrain.analysis import Chain, LayerTime, chain_of, layer_costs
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.head.head import split_head, with_head_of
+from atomtrain.engine.api import swap, swap_fitted
 from atomtrain.engine.devices.devices import open_device
-from atomtrain.models import GPTConfig, make_outline
+from atomtrain.engine.options import Options
+from atomtrain.models import GPTConfig, make_model, make_outline
 from atomtrain.planning import Machine, Request
 from atomtrain.planning.search.search import least_budget_bytes
 from atomtrain.training.config.new_recipe import new_recipe
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe
-from atomtrain.training.setup import budgets
-from atomtrain.training.setup.budgets import Fit, example_of, find_fit
+from atomtrain.training.setup import fitting
+from atomtrain.training.setup.fitting import Fit, Fitting, example_of, find_fit
 from atomtrain.training.setup.objectives import objective_of
+from atomtrain.training.setup.sources import Source
 
 SIZES, PIECES = (2, 1), (None, 2, 4)
 ANY = Machine(
@@ -31,7 +36,7 @@ ANY = Machine(
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """Of a model whose head needs most."""
-    monkeypatch.setattr(budgets, "_PIECES", PIECES[1:])
+    monkeypatch.setattr(fitting, "_PIECES", PIECES[1:])
     sizes = GPTConfig(layers=1, width=16, heads=2, head_width=8, vocabulary=900, context=32)
     recipe = new_recipe(TrainOptions(model="tiny", sequences=max(SIZES), context=32))
     return dataclasses.replace(recipe, sizes=sizes)
@@ -41,7 +46,7 @@ def fit_of(recipe: Recipe, device_bytes: int) -> Fit:
     """Return how a step is divided for a device."""
     device = open_device("emulated", device_bytes)
     try:
-        return find_fit(make_outline(recipe.sizes), recipe, [device], objective_of(recipe))
+        return find_fit(make_outline(recipe.sizes), recipe, [device], objective_of(recipe))[0]
     finally:
         device.close()
 
@@ -67,8 +72,8 @@ def _measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     whole: dict[int, ChainCosts] = {}
     split: dict[tuple[int, int], ChainCosts] = {}
 
-    def costs_of(chain: Chain, inputs: Any, *, on_gpu: bool) -> ChainCosts:
-        assert not on_gpu
+    def costs_of(chain: Chain, inputs: Any, device: torch.device) -> ChainCosts:
+        assert device.type == "cpu"
         size = len(inputs["input_ids"])
         return whole.setdefault(size, whole.get(size) or layer_costs(chain, inputs))
 
@@ -76,8 +81,8 @@ def _measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         key = before.values["input_ids"].shape[0], chain.layers[-1].module.pieces  # type: ignore
         return split.setdefault(key, split.get(key) or with_head_of(chain, before))
 
-    monkeypatch.setattr(budgets, "layer_costs", costs_of)
-    monkeypatch.setattr(budgets, "with_head_of", costs_in)
+    monkeypatch.setattr(fitting, "layer_costs", costs_of)
+    monkeypatch.setattr(fitting, "with_head_of", costs_in)
 
 
 @pytest.mark.slow
@@ -107,11 +112,38 @@ def test_nothing_is_analysed_in_vain(recipe: Recipe, monkeypatch: pytest.MonkeyP
         pieces.append(count)
         return split_head(chain, count)
 
-    monkeypatch.setattr(budgets, "chain_of", chain_counted)
-    monkeypatch.setattr(budgets, "split_head", split_counted)
+    monkeypatch.setattr(fitting, "chain_of", chain_counted)
+    monkeypatch.setattr(fitting, "split_head", split_counted)
     assert fit_of(recipe, 1 << 30) == Fit(2, None)
     assert (sizes, pieces) == ([2], []), "the largest fits"
     sizes.clear()
     assert fit_of(recipe, 1 << 10) == Fit(1, PIECES[-1])
     assert sizes == [2, 1]
     assert pieces == [2], "in no number of pieces, since its parameters alone do not"
+
+
+def test_what_was_analysed_for_the_fit_is_not_analysed_again(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objective = objective_of(recipe)
+    source = SimpleNamespace(recipe=recipe, checkpoint=None, text=None)
+    fit = Fitting(TrainOptions(model="tiny"), cast(Source, source), objective)
+    options = Options(profile=False)
+
+    def trained(opening: Any, *given: Any, options: Options = options) -> list[float]:
+        torch.manual_seed(0)
+        model = make_model(recipe.sizes)
+        with opening(
+            model, *given, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), device="emulated",
+            loss=objective.loss, options=options,
+        ) as engine:  # fmt: skip
+            assert engine.planner.options.micro_batches == recipe.sequences // 2
+            return [engine.step([fit.example]) for _ in range(3)]
+
+    with monkeypatch.context() as patch:
+        for name in ("chain_of", "layer_costs"):
+            patch.delattr(f"atomtrain.engine.api.{name}")
+        once = trained(swap_fitted, fit)
+    assert fit.fit == Fit(2, None)
+    again = dataclasses.replace(options, micro_batches=recipe.sequences // 2)
+    assert once == trained(swap, fit.example, options=again)
