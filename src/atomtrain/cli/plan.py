@@ -30,7 +30,9 @@ from atomtrain.training.config.recipe import check_norm, check_spending
 if TYPE_CHECKING:
     from atomtrain.planning.plan.machine import Machine
     from atomtrain.planning.plan.shape import Activation
+    from atomtrain.planning.search.batch_search import Workload
     from atomtrain.views.plans.pictured import Pictured
+    from atomtrain.views.plans.report import Report
     from atomtrain.views.plans.subject import Place, Subject
 
 _ACTIVATIONS = ("recompute", "keep", "offload")
@@ -181,28 +183,18 @@ def run(arguments: Sequence[str]) -> int:
         positional=("model",),
         advice=_ADVICE,
     )
-    check_model_name(options.model)
-    check_model_place(options.model)
-    if options.gpu is not None:
-        check_gpu_name(options.gpu)
-    check_gradient_dtype(options.gradient_dtype)
-    check_optimizer(options.optimizer)
-    check_precision_choice(options.precision)
-    if options.precision != AUTO:
-        check_precision(options.precision, options.optimizer)
+    _check(options)
     with leaving_at_once():
-        from atomtrain.engine.calibration.profiling import crowding_warning
         from atomtrain.files import require_writable
         from atomtrain.planning.advice import Setting
         from atomtrain.planning.plan.machine import save_machine
-        from atomtrain.planning.search.batch_search import Workload
         from atomtrain.training.config.optimizing import (
             gradient_dtype_of,
             named_optimizer,
             precision_of,
         )
         from atomtrain.views.plans.report import make_report
-        from atomtrain.views.plans.table import caption, plan_text
+        from atomtrain.views.plans.table import plan_text
 
     # What can be refused is refused before the model is analysed.
     for name in ("save", "picture", "trace"):
@@ -218,8 +210,41 @@ def run(arguments: Sequence[str]) -> int:
         gradient_dtype_of(options.gradient_dtype),
         place.updates,
     )
-    workload = Workload(
-        context_tokens=model.context_tokens,
+    dtype = "tf32" if options.tf32 else options.precision
+    workload = _workload(options, model.context_tokens)
+    setting = Setting(machine=place.machine, workload=workload, card=place.card, dtype=dtype)
+    if options.save is not None:
+        save_machine(place.machine, options.save)
+    report = make_report(model, setting, place.local)
+    _warn(model, place)
+    _draw(options, report)
+    text = json.dumps(report.to_json(), allow_nan=False) if options.json else plan_text(report)
+    sys.stdout.write(text.rstrip("\n") + "\n")
+    return 0
+
+
+def _check(options: PlanOptions) -> None:
+    """Refuse names that do not exist, before anything heavy is imported.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    check_model_name(options.model)
+    check_model_place(options.model)
+    if options.gpu is not None:
+        check_gpu_name(options.gpu)
+    check_gradient_dtype(options.gradient_dtype)
+    check_optimizer(options.optimizer)
+    check_precision_choice(options.precision)
+    if options.precision != AUTO:
+        check_precision(options.precision, options.optimizer)
+
+
+def _workload(options: PlanOptions, context_tokens: int) -> Workload:
+    from atomtrain.planning.search.batch_search import Workload
+
+    return Workload(
+        context_tokens=context_tokens,
         tokens_per_step=options.tokens_per_step,
         micro_batch=options.micro_batch,
         disk=options.disk is not None,
@@ -229,29 +254,33 @@ def run(arguments: Sequence[str]) -> int:
         activations=cast("Activation | None", options.activations),
         devices=options.devices,
     )
-    dtype = "tf32" if options.tf32 else options.precision
-    setting = Setting(machine=place.machine, workload=workload, card=place.card, dtype=dtype)
-    if options.save is not None:
-        save_machine(place.machine, options.save)
-    report = make_report(model, setting, place.local)
-    if warning := crowding_warning(place.crowded_share):
+
+
+def _warn(model: Subject, place: Place) -> None:
+    from atomtrain.engine.calibration.profiling import crowding_warning
+
+    images = model.images_left_out
+    told = (
+        crowding_warning(place.crowded_share),
+        None if images is None else f"images are not counted: {images}",
+        model.left_wide,
+    )
+    for warning in filter(None, told):
         sys.stderr.write(f"warning: {warning}\n")
-    if model.images_left_out is not None:
-        sys.stderr.write(f"warning: images are not counted: {model.images_left_out}\n")
-    if model.left_wide is not None:
-        sys.stderr.write(f"warning: {model.left_wide}\n")
+
+
+def _draw(options: PlanOptions, report: Report) -> None:
+    """Write the step as a picture and as a trace, where that is asked for."""
     if options.picture is not None:
         from atomtrain.views.plans.step import step_picture
+        from atomtrain.views.plans.table import caption
 
         step_picture(report.prospect.spans, caption(report), options.picture)
     if options.trace is not None:
         from atomtrain.views.plans.step import Account, write_trace
 
-        about = {"model": report.model, "machine": place.machine.name}
+        about = {"model": report.model, "machine": report.setting.machine.name}
         write_trace(options.trace, [Account("predicted", report.prospect.spans)], about)
-    text = json.dumps(report.to_json(), allow_nan=False) if options.json else plan_text(report)
-    sys.stdout.write(text.rstrip("\n") + "\n")
-    return 0
 
 
 def _resolved(options: PlanOptions) -> PlanOptions:

@@ -21,6 +21,7 @@ from atomtrain.swarm.anchors.stamps import RunAge
 from atomtrain.swarm.anchors.trainer_mailbox import TrainerMailbox
 from atomtrain.swarm.catchup.joining import connect_any
 from atomtrain.swarm.codecs.codec import codec_named
+from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.agenda import Agenda
 from atomtrain.swarm.membership.claims import Certified, Claims
 from atomtrain.swarm.membership.config import Manifest, SwarmConfig, admission_of
@@ -150,15 +151,6 @@ def build_service(
     """
     admission = admission_of(config, transport.peer_id)
     rules = manifest.rules
-    gradients = rules.average == "gradient"
-    store = AnchorStore(
-        manifest.fragment_elements,
-        # AdamW's two moments; the step itself comes from whoever trains.
-        2 if gradients else rules.outer.rows,
-        rules.overlap_weight,
-        gradients=gradients,
-    )
-    services: list[Service] = []
     known = KnownPeers(config.run, config.peers_path)
     age = RunAge(manifest.born_s, clock)
     standing = Standing(config.run, config.standing_path)
@@ -175,19 +167,8 @@ def build_service(
         (peer_id, places) for peer_id, places in known.addresses.items()
         if peer_id != transport.peer_id
     )  # fmt: skip
-
-    _, beat_s = beat_pause_s(config.expiry_s, 0.0)
-    waits = Waits(
-        answer_s=config.endpoint.connect_s,
-        stall_s=config.endpoint.stall_s,
-        floor_s=config.round_floor_s,
-        beat_s=beat_s,
-        life_s=config.expiry_s,
-    )
-
-    def floor_s() -> float:
-        others = (record.peer_id for record in roster.others if record.state == TRAINING)
-        return waits.floor_s(others)
+    waits = _waits_of(config)
+    services: list[Service] = []
 
     def on_boundary(steps: int, merges: int) -> None:
         thread.post(services[0].on_boundary, steps, merges)
@@ -197,20 +178,16 @@ def build_service(
         manifest=manifest,
         transport=transport,
         directory=directory,
-        mailbox=TrainerMailbox(store, on_boundary),
+        mailbox=TrainerMailbox(_store_of(manifest), on_boundary),
         admission=admission,
         roster=roster,
         agenda=Agenda(
             fragments=len(manifest.fragment_elements),
-            local_steps_per_round=manifest.rules.local_steps_per_round,
-            target_tokens=rules.target_batch_tokens if gradients else 0,
+            local_steps_per_round=rules.local_steps_per_round,
+            target_tokens=rules.target_batch_tokens if rules.average == "gradient" else 0,
         ),
-        timing=RoundTiming(
-            floor_s=floor_s,
-            ceiling_s=config.round_ceiling_s,
-            slowest_bytes_per_s=config.slowest_link_bytes_per_s,
-        ),
-        codec=codec_named(manifest.rules.wire),
+        timing=_timing_of(config, roster, waits),
+        codec=codec_named(rules.wire),
         standing=standing,
         updates=[rules.outer],
         offload=thread.offload,
@@ -221,22 +198,58 @@ def build_service(
         claims=claims,
         known=known,
         pacer=Pacer(config.upload_limit_bytes_per_s),
-        routes=Routes(
-            transport,
-            roster,
-            Relay(
-                config.relay_limit_bytes_per_s,
-                waits.answer_s,
-                idle_s=2 * config.round_ceiling_s,
-                is_member=roster.sees,
-                look_s=config.expiry_s,
-            ),
-            lambda peer_id: opening_to(peer_id, admission),
-            waits,
-        ),
+        routes=_routes_of(config, transport, roster, admission, waits),
         waits=waits,
     )
     services.append(Service(context))
     context.mailbox.on_refusal = lambda refusal: thread.post(services[0].on_refusal, refusal)
     context.mailbox.on_merged = lambda anchor: thread.post(services[0].on_merged, anchor)
     return services[0]
+
+
+def _store_of(manifest: Manifest) -> AnchorStore:
+    rules = manifest.rules
+    gradients = rules.average == "gradient"
+    # AdamW's two moments; the step itself comes from whoever trains.
+    rows = 2 if gradients else rules.outer.rows
+    return AnchorStore(manifest.fragment_elements, rows, rules.overlap_weight, gradients=gradients)
+
+
+def _waits_of(config: SwarmConfig) -> Waits:
+    _, beat_s = beat_pause_s(config.expiry_s, 0.0)
+    return Waits(
+        answer_s=config.endpoint.connect_s,
+        stall_s=config.endpoint.stall_s,
+        floor_s=config.round_floor_s,
+        beat_s=beat_s,
+        life_s=config.expiry_s,
+    )
+
+
+def _timing_of(config: SwarmConfig, roster: Roster, waits: Waits) -> RoundTiming:
+    def floor_s() -> float:
+        others = (record.peer_id for record in roster.others if record.state == TRAINING)
+        return waits.floor_s(others)
+
+    return RoundTiming(
+        floor_s=floor_s,
+        ceiling_s=config.round_ceiling_s,
+        slowest_bytes_per_s=config.slowest_link_bytes_per_s,
+    )
+
+
+def _routes_of(
+    config: SwarmConfig,
+    transport: Transport,
+    roster: Roster,
+    admission: Admission,
+    waits: Waits,
+) -> Routes:
+    relay = Relay(
+        config.relay_limit_bytes_per_s,
+        waits.answer_s,
+        idle_s=2 * config.round_ceiling_s,
+        is_member=roster.sees,
+        look_s=config.expiry_s,
+    )
+    return Routes(transport, roster, relay, lambda peer_id: opening_to(peer_id, admission), waits)
