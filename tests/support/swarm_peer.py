@@ -316,6 +316,7 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
     if settings.get("record"):
         record(swarm)
     moves = Path(settings.get("moves_file", "/none"))
+    rests = Path(settings.get("rests_file", "/none"))
     line = Line(settings["learns"]) if "learns" in settings else None
     while not ended.is_set():
         if moves.exists():
@@ -324,12 +325,14 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
             say("fault", fault=fault)
             begin(fault, swarm, misdeed, fault_file)
             step_s, next_s = (20 * step_s if fault == "slow" else step_s), time.monotonic() + 2.0
-            # A tie lasts until the next round: if nobody has looked by then, it was no use.
+            # A tie lasts until the next round, and there may be one under way.
             fault = fault if fault.endswith("the lower hash") else ""
         time.sleep(step_s)
-        vectors.step(settings["target"]) if line is None else line.step(vectors)
-        steps += 1
-        reports = cross(swarm, vectors, step_s)
+        made = 0 if rests.exists() else 1  # without steps no round is due
+        if made:
+            vectors.step(settings["target"]) if line is None else line.step(vectors)
+        steps += made
+        reports = cross(swarm, vectors, step_s, made)
         for report in reports:
             say("round", **asdict(report))
         if reports or time.monotonic() - said_s > 0.25:

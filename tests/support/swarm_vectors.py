@@ -90,11 +90,11 @@ def judge_of(vectors: Vectors, settings: dict[str, Any]) -> Callable[[], float] 
     )
 
 
-def cross(swarm: Swarm, vectors: Vectors, step_s: float) -> list[RoundReport]:
-    """Cross the boundary after one step that took `step_s`."""
+def cross(swarm: Swarm, vectors: Vectors, step_s: float, steps: int = 1) -> list[RoundReport]:
+    """Cross the boundary after a step that took `step_s`, or after none."""
     return swarm.boundary(
-        steps=1,
-        tokens=TOKENS_A_STEP,
+        steps=steps,
+        tokens=steps * TOKENS_A_STEP,
         tokens_per_s=TOKENS_A_STEP / step_s,
         step_s=step_s,
         access=vectors,
