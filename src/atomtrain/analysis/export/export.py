@@ -7,7 +7,6 @@ operations as the model, backward included, bit for bit.
 from __future__ import annotations
 
 import logging
-import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -44,6 +43,7 @@ from atomtrain.analysis.export.conditions import (
 from atomtrain.analysis.export.equal_modules import equal_modules
 from atomtrain.analysis.export.functions import Functions
 from atomtrain.analysis.export.outside import Outside
+from atomtrain.analysis.export.plain_trace import INNER, plain_trace
 from atomtrain.analysis.export.stand_ins import StandIns, repeat, why_unequal
 from atomtrain.analysis.export.structure import take_apart
 from atomtrain.errors import AnalysisError, AtomError, ConfigError, reason_of
@@ -57,7 +57,6 @@ _OBJECT = (
 )
 _ASSERT = "_assert_scalar"
 _CHECKS = _ASSERT, "sym_constrain_range", "sym_constrain_range_for_size"
-_INNER = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
 
 
 @dataclass(frozen=True)
@@ -288,7 +287,7 @@ def _program(
         with (
             only_torch_draws(), torch.set_grad_enabled(grad), quiet(), without_collector(),
             seeming_on(device), functions.noted(), without_hooks(), DataAndPlaces(),
-            restored_if_failed(recorded.model),
+            restored_if_failed(recorded.model), plain_trace(),
         ):  # fmt: skip
             program = torch.export.export(recorded, tuple(given), strict=False)
             if any(isinstance(value, FakeTensor) for value in program.constants.values()):
@@ -463,7 +462,7 @@ def place_of(node: fx.Node) -> str:
     for index in reversed(range(len(lines))):
         if lines[index].startswith('File "'):
             file, line = lines[index].split('"')[1], lines[index].split("line ")[1].split(",")[0]
-            if file.startswith(_INNER):
+            if file.startswith(INNER):
                 continue
             code = lines[index + 1] if index + 1 < len(lines) else ""
             return f"{file}:{line} ({code})"
@@ -491,7 +490,7 @@ def _cannot_export(model: nn.Module, error: BaseException) -> str:
     place = "its forward"
     for tried in (error, first):
         for frame in traceback.extract_tb(tried.__traceback__):
-            if not frame.filename.startswith((*_INNER, "<")):
+            if not frame.filename.startswith((*INNER, "<")):
                 place = f"{frame.filename}:{frame.lineno} ({frame.line})"
     reason = reason_of(first) or type(first).__name__
     if "torch._C.Generator" in reason:  # of torch 2.9
