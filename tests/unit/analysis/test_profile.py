@@ -219,6 +219,7 @@ def no_overhead() -> Overhead:
     return Overhead(0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_measuring_a_small_device_behind_a_slow_link(tmp_path: Path) -> None:
     device = EmulatedDevice(1 << 10, 1e6)
     try:

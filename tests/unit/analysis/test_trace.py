@@ -221,6 +221,7 @@ def _losses(loss: Any, example: Any) -> list[float]:
         return [engine.step([example]) for _ in range(3)]
 
 
+@pytest.mark.slow
 def test_a_gpt_takes_another_loss_on_what_it_returns() -> None:
     def from_logits(output: Any, batch: Any) -> Tensor:
         logits, labels = output.logits, batch["labels"]

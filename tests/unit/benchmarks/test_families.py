@@ -203,6 +203,7 @@ def test_what_is_seen_of_another_document() -> None:
     assert case._seen(_Tiny(leaks=True)) > 0.01
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_without_a_row_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families, "_CASE", "json.tool")
     row = families._row("/no/such/file", "cpu")

@@ -38,6 +38,7 @@ def test_a_fork_is_told_what_a_start_is(how: str, tmp_path: Path) -> None:
     assert said[0] == (f"__main__ ['a', '--b'] {tmp_path} yes asked\n", "and this\n", 0)
 
 
+@pytest.mark.slow
 def test_its_end_is_seen_here() -> None:
     for code, expected in ENDS.items():
         done = forks.run([sys.executable, "-c", f"import os, sys\n{code}"], PATIENCE_S)

@@ -87,6 +87,7 @@ def test_batches_are_the_same_in_any_order_and_after_resuming() -> None:
         assert torch.equal(resumed.batch(position).inputs, whole[position].inputs)
 
 
+@pytest.mark.slow
 def test_the_order_is_the_same_in_another_process_and_for_ever() -> None:
     assert starts(sampler(), 0, 2) == EXPECTED_FIRST
     code = (

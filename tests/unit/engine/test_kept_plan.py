@@ -110,6 +110,7 @@ def test_who_asks_for_something_else_gets_a_new_plan(
     assert said(plan=before, **given).startswith(f"anew: {why}")
 
 
+@pytest.mark.slow
 def test_a_budget_that_nobody_gave_may_change_as_long_as_the_plan_fits(before: Any) -> None:
     def found(n_bytes: int, plan: Any) -> atomtrain.Engine:
         return swap(plan, None, EmulatedDevice(n_bytes, 2**30))

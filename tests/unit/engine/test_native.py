@@ -115,6 +115,7 @@ def test_float32_on_a_gpu_says_how_tf32_is_had(machine: Any) -> None:
     assert tf32_hint(gpu(), "fp32") is None, "it has none"
 
 
+@pytest.mark.slow
 def test_the_environment_variable_turns_tf32_on() -> None:
     code = "import torch; print(torch.get_float32_matmul_precision())"
     found = [

@@ -179,6 +179,7 @@ def test_rules_have_no_circle() -> None:
     assert done == set(rooms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["atomresearch", "atombench"])
 def test_what_lies_beside_the_product_is_not_imported_by_it(package: str) -> None:
     above = {"atomresearch": ("atomtrain",), "atombench": ("atomtrain", "atomresearch")}[package]
@@ -200,6 +201,7 @@ def test_the_base_needs_nothing(name: str) -> None:
     assert not outside_of(folder_of(name).with_suffix(".py"))
 
 
+@pytest.mark.slow
 def test_nothing_is_read_with_pickle() -> None:
     for path in (ROOT / "src").rglob("*.py"):
         names = set(imports(path))

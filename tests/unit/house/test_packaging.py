@@ -45,6 +45,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_wheel_has_everything_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -88,6 +89,7 @@ def test_the_sources_are_complete(built: Path) -> None:
     assert {f"src/{needed}" for needed in NEEDED} <= names
 
 
+@pytest.mark.slow
 def test_the_container_has_all_that_its_wheel_is_made_of(tmp_path: Path) -> None:
     """Its first stage is done here, without the image: what it copies makes a wheel with a core."""
     pytest.importorskip("hatchling")

@@ -66,6 +66,7 @@ def words_of(text: str) -> Iterator[str]:
                         yield f"line {node.lineno}: import {module} {alias.name}"
 
 
+@pytest.mark.slow
 def test_only_makers_modules_name_a_maker() -> None:
     found = {
         str(path.relative_to(PRODUCT)): list(words_of(path.read_text(encoding="utf-8")))

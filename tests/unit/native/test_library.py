@@ -28,6 +28,7 @@ def built(compiled: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(compiled, tmp_path / "built"))
 
 
+@pytest.mark.slow
 def test_every_level_is_built_and_this_processors_is_loaded(built: Path) -> None:
     assert {path.name for path in built.iterdir()} == {
         build.library_path(level).name for level in build.levels()

@@ -128,6 +128,7 @@ def run(library: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_no_kernel_leaves_its_memory(sanitized: Path) -> None:
     done = run(sanitized)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -197,6 +198,7 @@ def raced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ranges_of_other_threads_are_left_alone_and_one_too_long_is_noticed(
     raced: Path, overlap: bool

@@ -207,6 +207,7 @@ def test_roots_are_the_nearest_numbers() -> None:
     assert torch.equal(roots, values.double().sqrt().float())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(library.level() != "AVX512", reason="the processor has no AVX-512")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("state", list(library.MOMENTS))

@@ -117,6 +117,7 @@ def test_more_memory_never_makes_a_slower_plan(chain_and_costs) -> None:
         assert more <= less * 1.02  # plans within 1% of the best are equal
 
 
+@pytest.mark.slow
 def test_the_chosen_plan_is_within_a_hundredth_of_all_that_fit(chain_and_costs) -> None:
     chain, costs = chain_and_costs
     on = machine("2MiB", 1e8)

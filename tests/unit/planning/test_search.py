@@ -286,6 +286,7 @@ REQUESTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(problems(most_layers=4), st.sampled_from(REQUESTS))
 def test_the_search_equals_brute_force(problem: Problem, fixed: dict[str, Any]) -> None:
@@ -309,6 +310,7 @@ def long_problems(draw: st.DrawFn) -> tuple[Problem, dict[str, Any]]:
     return problem, fixed
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=int(os.environ.get("ATOM_SEARCH_EXAMPLES", "4")))
 @given(long_problems())
 def test_the_search_equals_brute_force_on_six_layers(drawn: tuple[Problem, dict[str, Any]]) -> None:
@@ -433,6 +435,7 @@ def test_what_is_made_again_is_sent_where_the_link_has_room(
         assert again.step_s > (1 + search_module.WORTH_SENDING) * free.step_s
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(problems(most_layers=3), st.floats(0.0, 1.0))
 def test_as_little_is_on_disk_as_host_memory_demands(problem: Problem, share: float) -> None:

@@ -178,6 +178,7 @@ def _late(reports: list[RoundReport]) -> list[str]:
     return [one.outcome for one in reports[-4:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", [_everywhere, _in_one_number])
 @pytest.mark.parametrize("names", [("a",), ("a", "b", "c")])
 def test_a_peer_goes_on_after_a_step_that_made_no_number(

@@ -191,6 +191,7 @@ async def joined(simulation: Simulation, number: int, failed: tuple[str, ...] = 
     return got
 
 
+@pytest.mark.slow
 def test_twenty_newcomers_end_on_what_the_honest_ones_have(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -223,6 +224,7 @@ def test_where_as_many_lie_as_do_not_a_newcomer_says_that_it_could_not_tell(
     assert "could not tell whose is right" in caplog.text
 
 
+@pytest.mark.slow
 def test_where_nobody_answers_a_newcomer_says_that_it_could_not_tell(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -240,6 +242,7 @@ def test_where_nobody_answers_a_newcomer_says_that_it_could_not_tell(
     assert "3 have not answered; this peer could not tell whose is right" in caplog.text
 
 
+@pytest.mark.slow
 def test_peers_that_are_not_there_keep_no_newcomer_from_what_the_others_have(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -260,6 +263,7 @@ def test_peers_that_are_not_there_keep_no_newcomer_from_what_the_others_have(
     assert "could not tell whose is right" in caplog.text
 
 
+@pytest.mark.slow
 def test_liars_that_tell_the_truth_at_first_are_not_believed_for_it() -> None:
     """As many as are asked again at a time, of whom more speak well than of the others."""
     liars = ("liar1", "liar2", "liar3", "liar4")
@@ -297,6 +301,7 @@ def test_of_those_who_are_asked_most_were_not_met_before(monkeypatch: pytest.Mon
     assert asked(*met[:2], strangers[0]) == [*met[:2], strangers[0]]
 
 
+@pytest.mark.slow
 def test_who_answers_nothing_does_not_hold_a_newcomer_at_each_fragment() -> None:
     """It asks less long for the next ones; once one could be told, as long as ever."""
 
@@ -324,6 +329,7 @@ def test_who_answers_nothing_does_not_hold_a_newcomer_at_each_fragment() -> None
     run_virtual(scenario)
 
 
+@pytest.mark.slow
 def test_donors_that_give_nothing_hold_a_newcomer_once_each() -> None:
     """They accept streams, renew their records and say nothing; their ids sort first."""
     silent = ("A1", "A2", "A3", "A4")

@@ -194,6 +194,7 @@ def test_a_silent_stream_breaks_at_the_deadline_as_it_is_by_then() -> None:
     run_virtual(scenario)
 
 
+@pytest.mark.slow
 def test_peers_measure_each_other() -> None:
     """In a swarm that trains, no deadline is an initial value any more."""
 

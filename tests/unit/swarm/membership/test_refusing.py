@@ -136,6 +136,7 @@ def test_nobody_follows_fetches_or_asks_for_what_did_harm() -> None:
     run_virtual(scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_one_that_undoes_what_its_rounds_made_comes_back_to_the_others(seed: int) -> None:
     """Two that see nobody else wait for it with what it undid, which stays what they have."""

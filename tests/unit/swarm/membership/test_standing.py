@@ -90,6 +90,7 @@ def test_who_comes_new_weighs_little_at_first() -> None:
     assert standing.lowered("me", members, (100, 100, 100))[1] == 11, "and begins anew"
 
 
+@pytest.mark.slow
 def test_a_liar_that_comes_back_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The honest peers are restarted; what they have seen of the liar is in their folders."""
 

@@ -226,6 +226,7 @@ def test_a_new_stream_that_takes_nothing_is_closed() -> None:
     run_virtual(scenario)
 
 
+@pytest.mark.slow
 def test_no_stream_to_a_member_or_its_relay_is_left_open() -> None:
     async def scenario() -> None:
         swarm = Hidden()

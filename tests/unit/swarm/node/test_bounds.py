@@ -173,6 +173,7 @@ def _a_quarter(fragments: int) -> dict[str, Allowance]:
     return {kind: Allowance(a.burst / 4, a.per_s / 4) for kind, a in allowances(fragments).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("peers", "step_s", "rules"),
     [

@@ -251,6 +251,7 @@ except AttributeError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("hivemind") is None, reason="hivemind is not there")
 def test_what_is_not_used_of_hivemind_is_not_imported_until_asked_for() -> None:
     command = [sys.executable, "-c", LIGHT]

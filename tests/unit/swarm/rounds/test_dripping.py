@@ -15,6 +15,7 @@ PAUSE_S = 1.0
 """From one byte to the next: a third of the stall deadline."""
 
 
+@pytest.mark.slow
 def test_rounds_with_who_drips_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     send = StreamChannel.send_bytes
 

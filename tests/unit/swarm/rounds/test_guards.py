@@ -154,6 +154,7 @@ def test_each_member_finds_the_bounded_weights_from_its_own_claim(claimed: list[
         assert bounded_weights([*counting[:place], own, *counting[place + 1 :]]) == counting
 
 
+@pytest.mark.slow
 def test_who_lies_about_tokens_weighs_little_more_than_others() -> None:
     async def scenario() -> None:
         simulation = Simulation((40, 50), 5)

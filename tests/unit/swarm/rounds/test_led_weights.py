@@ -140,6 +140,7 @@ def test_rounds_of_a_leader_that_takes_more_for_itself_come_to_nothing(
     run_virtual(scenario)
 
 
+@pytest.mark.slow
 def test_a_leader_that_lowers_whom_it_knows_and_not_its_accomplice_is_not_followed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -170,6 +170,7 @@ def test_what_this_run_does_not_have_is_no_proof(fields: dict[str, Any]) -> None
             check()
 
 
+@pytest.mark.slow
 def test_who_has_seen_nothing_expels_a_liar_by_anothers_proof(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

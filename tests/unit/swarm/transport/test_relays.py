@@ -427,6 +427,7 @@ def test_a_relay_that_is_killed_is_replaced(seed: int) -> None:
     run_virtual(scenario)
 
 
+@pytest.mark.slow
 def test_who_does_not_want_to_relay_does_not() -> None:
     async def scenario() -> None:
         swarm = Hidden()
