@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from atomtrain.analysis.export.export import place_of
+from atomtrain.analysis.export.flattening import place_of
 from atomtrain.analysis.export.plain_trace import plain_trace
 
 

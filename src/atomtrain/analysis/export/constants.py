@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from atomtrain.analysis.export.export import Exported, place_of
+from atomtrain.analysis.export.export import Exported
+from atomtrain.analysis.export.flattening import place_of
 from atomtrain.analysis.export.functions import (
     argument,
     is_random,

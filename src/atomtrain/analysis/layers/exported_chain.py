@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from atomtrain.analysis.export.as_traced import AsTraced, undone
-from atomtrain.analysis.export.export import Exported, does_the_same, export, place_of
+from atomtrain.analysis.export.export import Exported, does_the_same, export
+from atomtrain.analysis.export.flattening import place_of
 from atomtrain.analysis.layers.chain import Layer
 from atomtrain.analysis.layers.cuts import Piece, find_pieces
 from atomtrain.analysis.layers.front import Rest

@@ -10,7 +10,8 @@ from torch import Tensor, fx, nn
 
 from atomtrain.analysis.export.conditions import MANUAL
 from atomtrain.analysis.export.constants import Constants, simplify_attention
-from atomtrain.analysis.export.export import Exported, export, place_of
+from atomtrain.analysis.export.export import Exported, export
+from atomtrain.analysis.export.flattening import place_of
 from atomtrain.analysis.export.functions import live_nodes, storages_of, written_by
 from atomtrain.analysis.layers.cuts import Piece
 from atomtrain.analysis.layers.front import Rest

@@ -26,8 +26,11 @@ from atomtrain.analysis.costs.rematerialization import CHEAP, DEEPEST
 from atomtrain.analysis.export.conditions import ways_to_trace
 from atomtrain.analysis.layers.direct_calls import direct, function_of
 from atomtrain.engine.execution.kept_whole import kept_whole
-from atomtrain.engine.execution.prepared_looks import take_looks_out
-from atomtrain.engine.execution.shorter_graphs import join_slices, leave_out_views
+from atomtrain.engine.execution.shorter_graphs import (
+    join_slices,
+    leave_out_views,
+    take_looks_out,
+)
 
 aten = torch.ops.aten
 _SAME = frozenset({aten.detach.default, aten.alias.default})

@@ -7,15 +7,22 @@ Of each part of a tensor autograd makes a gradient of the whole, zero elsewhere,
 as where half of each head is turned for a rotary embedding. Put beside each other they are the same
 numbers, once zero is added, which makes zeros positive: two operations in place of seven.
 
+Programs turn each weight before a product with it, and give tables for rotary embeddings one more
+dimension. Such looks at parameters and buffers lie in the same slot in every step, so they are made
+once for all micro-batches.
+
 Every result keeps its bits and its strides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+
+from atomtrain.analysis.layers.direct_calls import function_of
 
 aten = torch.ops.aten
 _RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default})
@@ -144,3 +151,47 @@ def _lie_alike(first: _Part, second: _Part, node: fx.Node) -> bool:
     found = torch.cat([first.node.meta["val"], second.node.meta["val"]], first.dim)
     expected = node.meta["val"]
     return found.dtype is expected.dtype and found.stride() == expected.stride()
+
+
+def take_looks_out(graphs: Sequence[fx.Graph], stays: int) -> Callable[..., Sequence[Any]]:
+    """Have graphs take looks as arguments; return what makes them.
+
+    Args:
+        graphs: Each has a run as its first argument, then so many parameters and buffers. It will
+            take the looks behind these.
+        stays: How many.
+
+    Returns:
+        `looks(*stays)`: parameters and buffers, then all that graphs look at in them.
+    """
+    found: dict[Any, fx.Node] = {}
+    looking = [_looks(graph, stays) for graph in graphs]
+    for looks in looking:
+        found.update(looks)
+    ready = fx.Graph()
+    given = [ready.placeholder(f"given_{number}") for number in range(stays)]
+    made = []
+    for (number, *_), node in found.items():
+        made.append(ready.node_copy(node, {node.all_input_nodes[0]: given[number]}.__getitem__))
+    ready.output((*given, *made))
+    for graph, looks in zip(graphs, looking, strict=True):
+        before = [node for node in graph.nodes if node.op == "placeholder"][stays]
+        for number, key in reversed([*enumerate(found)]):
+            with graph.inserting_after(before):
+                argument = graph.placeholder(f"look_{number}")
+            if key in looks:
+                looks[key].replace_all_uses_with(argument)
+                graph.erase_node(looks[key])
+    return function_of(ready)
+
+
+def _looks(graph: fx.Graph, stays: int) -> dict[Any, fx.Node]:
+    """Return the looks at the first arguments behind the run, by what they are."""
+    arguments = [node for node in graph.nodes if node.op == "placeholder"][1 : stays + 1]
+    numbers = {node: number for number, node in enumerate(arguments)}
+    found = {}
+    for node in graph.nodes:
+        if node.target in LOOKS and not node.kwargs and node.args[0] in numbers:
+            shape = fx.node.map_aggregate(node.args[1:], _hashable)
+            found[numbers[node.args[0]], node.target, shape] = node
+    return found
