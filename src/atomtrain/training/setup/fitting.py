@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from atomtrain.analysis import chain_of, layer_costs
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.head.head import split_head, with_head_of
 from atomtrain.analysis.layers.chain import Chain
-from atomtrain.analysis.layers.micro_batch import Traced
 from atomtrain.data.examples import IGNORED
 from atomtrain.data.sampler import Batch
 from atomtrain.engine.api import Fitted
@@ -34,15 +33,6 @@ from atomtrain.training.setup.texts import Text
 
 _MOST_TOKENS_A_MICRO_BATCH = 4096
 _PIECES = (2, 4, 8, 16, 32, 64)
-
-
-class Analysis(NamedTuple):
-    """What is known of a model on a micro-batch."""
-
-    example: MicroBatch
-    traced: Traced
-    costs: ChainCosts
-    """With the head whole, and gradients of the recipe's type."""
 
 
 class Fit(NamedTuple):
@@ -65,17 +55,16 @@ class Fitting:
 
     def __call__(self, model: nn.Module, devices: Sequence[Device]) -> Fitted:
         recipe = self._source.recipe
-        self.fit, analysis = self._found(model, devices)
+        self.fit, fitted = self._found(model, devices)
         size, pieces = self.fit
         check_micro_batch(size, recipe)
-        micro_batches = recipe.sequences // size
-        if analysis is not None:
-            self.example, traced, costs = analysis
-            return Fitted(self.example, micro_batches, pieces, traced, costs)
-        self.example = example_of(recipe, size, self._objective, self._source.text)
-        return Fitted(self.example, micro_batches, pieces)
+        if fitted is None:
+            example = example_of(recipe, size, self._objective, self._source.text)
+            fitted = Fitted(example, recipe.sequences // size, None)
+        self.example = cast(MicroBatch, fitted.example)
+        return fitted._replace(head_pieces=pieces)
 
-    def _found(self, model: nn.Module, devices: Sequence[Device]) -> tuple[Fit, Analysis | None]:
+    def _found(self, model: nn.Module, devices: Sequence[Device]) -> tuple[Fit, Fitted | None]:
         """A resumed run keeps its own, because sums in another order have other last bits."""
         options, source = self._options, self._source
         if source.checkpoint is not None:
@@ -86,10 +75,10 @@ class Fitting:
             return Fit(options.micro_batch, options.head_pieces), None
         if options.micro_batch is not None:
             check_micro_batch(options.micro_batch, source.recipe)
-        fit, analysis = find_fit(
+        fit, fitted = find_fit(
             model, source.recipe, devices, self._objective, source.text, options.micro_batch
         )
-        return fit._replace(head_pieces=options.head_pieces or fit.head_pieces), analysis
+        return fit._replace(head_pieces=options.head_pieces or fit.head_pieces), fitted
 
 
 def find_fit(
@@ -99,19 +88,19 @@ def find_fit(
     objective: Objective,
     text: Text | None = None,
     micro_batch: int | None = None,
-) -> tuple[Fit, Analysis]:
+) -> tuple[Fit, Fitted]:
     """Return a micro-batch that fits the budget well: the largest divisor of a step's sequences.
 
     Where there are enough sequences each device gets a micro-batch. The head stays whole if a
     single sequence fits with it; then the result is that of ordinary training bit for bit. Else it
     gets the fewest pieces with which one fits. With `micro_batch` that size is tried only. What is
-    known of the model on that micro-batch comes along.
+    known of the model on that micro-batch comes along, with the head whole.
     """
     together = objective.together
     sizes = _sizes(recipe, together, len(devices)) if micro_batch is None else [micro_batch]
     tried = [_Tried(model, recipe, devices, objective, text, size) for size in sizes]
     chosen, pieces = _fitting(tried)
-    return Fit(chosen.size, pieces), chosen.analysis
+    return Fit(chosen.size, pieces), chosen.whole
 
 
 def _fitting(tried: Sequence[_Tried]) -> tuple[_Tried, int | None]:
@@ -182,22 +171,25 @@ class _Tried:
         return with_head_of(split_head(self._chain, pieces), self._costs)
 
     @functools.cached_property
-    def analysis(self) -> Analysis:
-        """What is known of the model on a micro-batch of this size."""
+    def whole(self) -> Fitted:
+        """What is known of the model on a micro-batch of this size, with its head whole."""
         example = example_of(self._recipe, self.size, self._objective, self._text)
         device = self._devices[0].torch_device
         with Progress("tracing the model"):
             traced = chain_of(self._model, example, self._objective.loss, device=device)
         chain = with_gradients_in(traced.chain, self._recipe.gradient_dtype)
-        return Analysis(example, traced, layer_costs(chain, traced.bind(example), device))
+        costs = layer_costs(chain, traced.bind(example), device)
+        return Fitted(example, self._recipe.sequences // self.size, None, traced, costs)
 
     @property
     def _costs(self) -> ChainCosts:
-        return self.analysis.costs
+        assert self.whole.costs is not None
+        return self.whole.costs
 
     @property
     def _chain(self) -> Chain:
-        return with_gradients_in(self.analysis.traced.chain, self._recipe.gradient_dtype)
+        assert self.whole.traced is not None
+        return with_gradients_in(self.whole.traced.chain, self._recipe.gradient_dtype)
 
 
 def example_of(
