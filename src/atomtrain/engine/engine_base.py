@@ -246,8 +246,8 @@ class EngineCore:
             )
         if self.plan.spends:
             raise ConfigError(
-                "gradients that share rooms on the host cannot wait there to be combined; leave "
-                "out spend_gradients"
+                "gradients that share staging buffers on the host cannot wait there to be "
+                "combined; leave out spend_gradients"
             )
         if not self.store.keeps_gradients:
             name = self.devices[0].name

@@ -77,9 +77,9 @@ class Options:
         "parameter less. With --clip-norm 0.",
         "",
     )
-    """They have two rooms of the largest segment's size instead of a place for each. Backward then
-    waits where updates are slower. Without clipping or loss scaling, on one device; where device
-    and host memory are one it is always so."""
+    """They have two staging buffers of the largest segment's size instead of a place for each.
+    Backward then waits where updates are slower. Without clipping or loss scaling, on one device;
+    where device and host memory are one it is always so."""
     host_memory: str | int | None = option(
         None,
         "Host memory for the model, such as 8GiB. Default: all of this machine's.",

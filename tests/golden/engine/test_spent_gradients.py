@@ -14,7 +14,7 @@ from atomtrain.errors import ConfigError, PlanError
 from atomtrain.optimizers import AdamW
 from atomtrain.planning import Shape
 from atomtrain.planning.cost.timeline import VisitTime, step_spans
-from atomtrain.planning.plan.layout import ROOMS, host_gradients
+from atomtrain.planning.plan.layout import STAGING_BUFFERS, host_gradients
 from atomtrain.planning.plan.plan import Request
 from atomtrain.planning.plan.shape import training_visits
 from tests.golden.engine.test_residents import SHAPES as RESIDENT_SHAPES
@@ -39,7 +39,7 @@ def _seed() -> None:
 
 
 def slow_updates(stream: str) -> None:
-    """Updates take longer than all else, so that rooms are waited for."""
+    """Updates take longer than all else, so that staging buffers are waited for."""
     if stream == "update":
         time.sleep(0.02)
 
@@ -100,7 +100,7 @@ def test_masters_and_a_new_plan_for_more_micro_batches() -> None:
     assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
-def test_plan_and_engine_agree_on_the_memory_of_two_rooms() -> None:
+def test_plan_and_engine_agree_on_the_memory_of_two_staging_buffers() -> None:
     model = deep_gpt(0.0, tied=False)
     example = token_batches(1)[0][0]
     with (
@@ -109,8 +109,8 @@ def test_plan_and_engine_agree_on_the_memory_of_two_rooms() -> None:
     ):
         layout = spent._core.store.layout
         largest = max(layout.gradient_range(b)[1] - layout.gradient_range(b)[0] for b in range(5))
-        assert spent._core.store.gradients.numel() == ROOMS * largest
-        less = layout.gradients.total_bytes - ROOMS * largest
+        assert spent._core.store.gradients.numel() == STAGING_BUFFERS * largest
+        less = layout.gradients.total_bytes - STAGING_BUFFERS * largest
         assert less > 0
         assert kept.plan.host_bytes - spent.plan.host_bytes == less
         assert kept.state_bytes - spent.state_bytes == less
@@ -121,7 +121,7 @@ def test_plan_and_engine_agree_on_the_memory_of_two_rooms() -> None:
         assert spent.plan.to_json()["spends"]
 
 
-def test_plans_expect_unloads_to_wait_for_rooms() -> None:
+def test_plans_expect_unloads_to_wait_for_staging_buffers() -> None:
     """Updates that are slow beside all else hold up the unload of the segment after the next."""
     bounds = tuple(range(LAYERS + 1))
     visits = training_visits(Shape(bounds[:-1], bounds, 2, 2))
@@ -130,10 +130,13 @@ def test_plans_expect_unloads_to_wait_for_rooms() -> None:
     ends = [span.end_s for span in spans if span.stream == "update"]
     starts = [span.start_s for span in spans if span.stream == "unload"]
     assert len(ends) == len(starts) == LAYERS
-    assert starts[ROOMS:] == ends[:-ROOMS]
+    assert starts[STAGING_BUFFERS:] == ends[:-STAGING_BUFFERS]
     freely = [span.start_s for span in step_spans(visits, times) if span.stream == "unload"]
-    assert starts[:ROOMS] == freely[:ROOMS]
-    assert all(late > early for late, early in zip(starts[ROOMS:], freely[ROOMS:], strict=True))
+    assert starts[:STAGING_BUFFERS] == freely[:STAGING_BUFFERS]
+    assert all(
+        late > early
+        for late, early in zip(starts[STAGING_BUFFERS:], freely[STAGING_BUFFERS:], strict=True)
+    )
 
 
 def test_where_all_gradients_are_needed_it_is_refused() -> None:

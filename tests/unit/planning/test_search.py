@@ -30,7 +30,7 @@ from atomtrain.planning.plan.kept import check_shape
 from atomtrain.planning.plan.shape import Activation
 from atomtrain.planning.search import choice as choice_module
 from atomtrain.planning.search import search as search_module
-from atomtrain.planning.search.activation_dp import Mixed
+from atomtrain.planning.search.activation_dp import ActivationDP
 from atomtrain.planning.search.choice import AS_FAST, Choice, Mixing, fastest_of, leanest_of
 from atomtrain.planning.search.memory_limit import least_device_bytes
 from atomtrain.planning.search.space import Space
@@ -572,17 +572,17 @@ def test_sizes_of_slots_are_left_out_by_their_bounds(monkeypatch: pytest.MonkeyP
     space = built.space(request)
     budget = 4 * least_device_bytes(space)
     (family,) = (f for f in space.families if not f.whole and f.boundary == "device")
-    mixed = Mixed(space, family, offload=False)
+    activation_dp = ActivationDP(space, family, offload=False)
     # With slots larger than the smallest ones there is less room for what is kept.
     sizes = space.slot_sizes_within(family, budget)[5:]
     monkeypatch.setattr(space, "slot_sizes_within", lambda *_: sizes)
-    rooms = [mixed.rooms.room([size], budget) for size in sizes]
-    least_s = min(mixed.bound_s(room) for room in rooms)
-    each = [mixed.best(room, math.inf) for room in rooms]
+    budgets = [activation_dp.budgets.budget([size], budget) for size in sizes]
+    least_s = min(activation_dp.bound_s(budget) for budget in budgets)
+    each = [activation_dp.best(budget, math.inf) for budget in budgets]
     best_s = min(found.step_s for found in each if found is not None)
     assert least_s <= best_s
 
-    some = Mixing(space, family, mixed, budget)
+    some = Mixing(space, family, activation_dp, budget)
     found = some.best(best_s * (1 + 1e-9))
     assert found is not None
     assert found.step_s == pytest.approx(best_s, rel=1e-9)
@@ -592,7 +592,7 @@ def test_sizes_of_slots_are_left_out_by_their_bounds(monkeypatch: pytest.MonkeyP
     def searched(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(Mixed, "best", searched)
+    monkeypatch.setattr(ActivationDP, "best", searched)
     assert some.best(least_s) is None
     with pytest.raises(AssertionError):
         some.best(least_s * 1.01)

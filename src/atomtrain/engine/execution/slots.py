@@ -9,8 +9,8 @@ Hand-overs of a slot, each with the event that releases it:
 | gradient buffer | compute | unload stream | the unload's event, held by compute before it moves \
 the first gradient there, and awaited by a load of what was added before |
 | host gradients | unload stream | update stream | the unload's event |
-| a room of host gradients | update stream | unload stream | the `updated` events of the blocks \
-that were in it |
+| a staging buffer of host gradients | update stream | unload stream | the `updated` events of the \
+blocks that were in it |
 
 A resident block (`engine/state/residents.py`) comes with the first segment that uses it, or in
 pieces with all segments up to that one, unless it is updated on the device.
@@ -33,7 +33,7 @@ from atomtrain.engine.state.store import HostStore
 from atomtrain.engine.updates.device_updates import DeviceUpdates
 from atomtrain.engine.updates.shares import Delivery
 from atomtrain.planning.cost.timeline import label_of
-from atomtrain.planning.plan.layout import ROOMS
+from atomtrain.planning.plan.layout import STAGING_BUFFERS
 from atomtrain.planning.plan.plan import Plan
 from atomtrain.planning.plan.shape import Layers, Phase, Visit
 
@@ -73,7 +73,7 @@ class Slots:
             for _ in range(plan.gradient_buffers)
         ]
         self._free = [finished() for _ in self._gradients]
-        self._spent: list[list[Event]] = [[] for _ in range(ROOMS)]
+        self._spent: list[list[Event]] = [[] for _ in range(STAGING_BUFFERS)]
         self._views = Views(
             chain,
             self._layout,
@@ -258,19 +258,22 @@ class Slots:
         leaving = self._residents.unloads_with(visit.layers)
         copies += [self._residents.unload_of(block) for block in leaving]
 
-        delivered, room = self.delivered(visit.layers), self._store.places.rooms.get(visit.layers)
+        delivered, staging = (
+            self.delivered(visit.layers),
+            self._store.places.staging.get(visit.layers),
+        )
         after = [self._device.mark()]
-        if room is not None:
-            after += self._spent[room]
+        if staging is not None:
+            after += self._spent[staging]
         event = self._device.unload.submit(self._out(copies), after) if delivered else finished()
         self._free[visit.gradient] = event
         self._updates.arrived(visit.layers, delivered, event, self.collector.touched)
-        self._spend(room, delivered)
+        self._spend(staging, delivered)
 
-    def _spend(self, room: int | None, delivered: Sequence[int]) -> None:
-        """Take note of what has to be done before others' gradients may come to a room."""
-        if room is not None:
-            self._spent[room] = [self._updates.updated[block] for block in delivered]
+    def _spend(self, staging: int | None, delivered: Sequence[int]) -> None:
+        """Take note of what has to be done before others' gradients may come to its buffer."""
+        if staging is not None:
+            self._spent[staging] = [self._updates.updated[block] for block in delivered]
 
     def _out(self, copies: Sequence[Copy]) -> Callable[[], None]:
         def copy() -> None:

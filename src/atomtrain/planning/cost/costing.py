@@ -89,8 +89,8 @@ class Steps:
     updates: UpdateModel | None = None
     """What the optimizer takes; `None` is AdamW."""
     spends: bool = False
-    """Whether gradients share rooms on the host. The search takes no account of what waits for
-    these; the times of the plan that it finds do."""
+    """Whether gradients share staging buffers on the host. The search takes no account of what
+    waits for these; the times of the plan that it finds do."""
 
 
 class Costing:

@@ -64,7 +64,7 @@ class MemoryModel:
         spends: bool = False,
     ) -> None:
         """`updates` says what the optimizer takes; `None` is AdamW. `devices` share the host.
-        `spends`: gradients share rooms there."""
+        `spends`: gradients share staging buffers there."""
         self.spends = spends
         self._chain, self._costs = chain, costs
         self.micro_batches = micro_batches
@@ -181,8 +181,8 @@ class MemoryModel:
 
     @property
     def state_bytes(self) -> int:
-        """Parameters, gradients (but where they share rooms, which depend on the shape), optimizer
-        state, and staging memory for what is on disk."""
+        """Parameters, optimizer state, staging memory for what is on disk, and gradients: but where
+        these share staging buffers, which depend on the shape."""
         layout = self.layout
         kept = layout.total_bytes if self.spends else layout.arena_bytes
         kept += self._updates.host_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from atomtrain.planning.plan.layout import ROOMS
+from atomtrain.planning.plan.layout import STAGING_BUFFERS
 from atomtrain.planning.plan.shape import Layers, Phase, Visit
 
 StreamName = Literal["compute", "load", "unload", "update", "fetch", "save", "read", "write"]
@@ -141,7 +141,7 @@ def step_spans(
         visits: Of a training step.
         times: The seconds of each visit.
         disk: What updates take where they go on in the next forward, or state is on disk.
-        spends: Whether gradients share rooms on the host (`planning/plan/layout.py`).
+        spends: Whether gradients share staging buffers on the host (`planning/plan/layout.py`).
     """
     clips = disk is not None and disk.clips
     streams = Streams(updates=not clips, spends=spends)
@@ -170,11 +170,11 @@ class Streams:
     """Lays visits out in time, one after the other: when each stream is free."""
 
     def __init__(self, *, updates: bool = True, spends: bool = False) -> None:
-        """`updates`: whether updates follow their gradients. `spends`: whether these share rooms
-        on the host."""
+        """`updates`: whether updates follow their gradients. `spends`: whether these share staging
+        buffers on the host."""
         self._updates, self._spends = updates, spends
-        self._spent_s = [0.0] * ROOMS  # when what was in each room has been used
-        self._room = 0
+        self._spent_s = [0.0] * STAGING_BUFFERS  # when what was in each has been used
+        self._staging = 0
         self.spans: list[Span] = []
         self.compute_s = self.load_s = self.unload_s = self.update_s = 0.0
         """When each is done with all that was laid out."""
@@ -211,16 +211,18 @@ class Streams:
 
     def _leave(self, visit: Visit, time: VisitTime) -> None:
         """Lay out what comes after a visit: its gradients leave and are updated."""
-        room_s = 0.0
+        staging_s = 0.0
         if self._spends:
-            self._room = 0 if visit.phase is Phase.TURN else (self._room + 1) % ROOMS
-            room_s = self._spent_s[self._room]
-        begun = max(self.unload_s, self.compute_s, room_s)
+            self._staging = (
+                0 if visit.phase is Phase.TURN else (self._staging + 1) % STAGING_BUFFERS
+            )
+            staging_s = self._spent_s[self._staging]
+        begun = max(self.unload_s, self.compute_s, staging_s)
         self.unload_s = self.add("unload", visit, begun, time.unload_s)
         if self._updates:
             begun = max(self.update_s, self.unload_s)
             self.update_s = self.add("update", visit, begun, time.update_s)
-        self._spent_s[self._room] = self.update_s
+        self._spent_s[self._staging] = self.update_s
 
 
 def label_of(visit: Visit) -> str:

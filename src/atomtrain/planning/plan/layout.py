@@ -8,9 +8,9 @@ of their table is to be multiplied by `gradient_factor`.
 
 A *block* is what is updated at once: a layer's own parameters, or one shared weight.
 
-Without clipping a gradient is spent as soon as it came. Then a few *rooms* on the host will do,
-each as large as the largest segment's gradients, which backward's segments take in turn: a
-segment's gradients leave the device once the update of the one that had the room before is done.
+Without clipping a gradient is spent as soon as it came. Then a few *staging buffers* on the host
+will do, each as large as the largest segment's gradients, which backward's segments take in turn: a
+segment's gradients leave the device once the update of the one that had the buffer before is done.
 What adds up on the host keeps a place of its own: weights that several segments share, unless they
 are resident, and those of layers on the host.
 """
@@ -163,7 +163,7 @@ def _aligned_bytes(parameter: Tensor) -> int:
     return -(-parameter.nbytes // unit) * unit
 
 
-ROOMS = 2
+STAGING_BUFFERS = 2
 """One is filled while the other is spent."""
 
 
@@ -174,8 +174,8 @@ class HostGradients(NamedTuple):
     """First byte of each block's gradients, by block; those that never come to the host have none.
     """
     total_bytes: int
-    rooms: Mapping[Layers, int]
-    """Which room a segment of backward takes; empty if every block has a place of its own."""
+    staging: Mapping[Layers, int]
+    """Which staging buffer a segment of backward takes; empty if every block has its own place."""
 
 
 def every_gradient(layout: Layout) -> HostGradients:
@@ -190,19 +190,21 @@ def host_gradients(layout: Layout, shape: Shape, *, spends: bool) -> HostGradien
         return every_gradient(layout)
     segments = list(reversed(list(itertools.pairwise(shape.backward_bounds))))
     passing = [_passing(layout, shape, layers) for layers in segments]
-    room_bytes = max((_bytes(layout, blocks) for blocks in passing), default=0)
+    buffer_bytes = max((_bytes(layout, blocks) for blocks in passing), default=0)
     starts: dict[int, int] = {}
     for number, blocks in enumerate(passing):
-        at = number % ROOMS * room_bytes
+        at = number % STAGING_BUFFERS * buffer_bytes
         for block in blocks:
             starts[block] = at
             at += _bytes(layout, [block])
-    at = min(ROOMS, len(segments)) * room_bytes
+    at = min(STAGING_BUFFERS, len(segments)) * buffer_bytes
     for block in range(layout.blocks):
         if block not in starts and block not in shape.device_blocks:
             starts[block] = at
             at += _bytes(layout, [block])
-    return HostGradients(starts, at, {layers: i % ROOMS for i, layers in enumerate(segments)})
+    return HostGradients(
+        starts, at, {layers: i % STAGING_BUFFERS for i, layers in enumerate(segments)}
+    )
 
 
 def _passing(layout: Layout, shape: Shape, layers: Layers) -> list[int]:

@@ -51,7 +51,7 @@ class Request:
     devices: int = 1
     """How many devices of the host run the plan at once; `updates` are what they share."""
     spends: bool = False
-    """Whether gradients wait on the host for their own update only, so that a few rooms do."""
+    """Whether gradients wait on the host for their own update only, in a few staging buffers."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "segments", "slots", "gradient_buffers", "devices"):
@@ -254,9 +254,9 @@ def _host(layout: Layout, plan: Plan, optimizer_state_bytes: int, devices: int) 
     each = layout.gradient_factor
     trained = list(_parts(layout.gradients, plan))
     if plan.spends:
-        rooms = host_gradients(layout, plan.shape, spends=True).total_bytes
-        held += rooms
-        yield Region("host", "gradients", "until their own update", rooms)
+        staging_bytes = host_gradients(layout, plan.shape, spends=True).total_bytes
+        held += staging_bytes
+        yield Region("host", "gradients", "until their own update", staging_bytes)
     else:
         held += each * layout.gradients.total_bytes
         for label, size in trained:

@@ -9,12 +9,12 @@ described by
   have to wait for updates of the step before, and only as far as it is not decided yet whether it
   has to);
 - the load of the segment above: the forward visit below covers it;
-- the room: how many bytes may be kept below, so that no visit above has too little memory. As kept
-  segments are next to the turn, it matters only while segments are kept; then it is -1.
+- the budget: how many bytes may be kept below, so that no visit above has too little memory. As
+  kept segments are next to the turn, it matters only while segments are kept; then it is -1.
 
-A later clock, a longer load and less room never make a plan better, so of two ways to a cut the one
-that is worse (or equal) in all of them can be forgotten; a way that still may keep can do all that
-one can that may not. The window of transfers is reserved from below the turn to the lowest
+A later clock, a longer load and a smaller budget never make a plan better, so of two ways to a cut
+the one that is worse (or equal) in all of them can be forgotten; a way that still may keep can do
+all that one can that may not. The window of transfers is reserved from below the turn to the lowest
 offloaded segment: ways with and without a window are apart.
 
 All ways to a cut are extended at once by all segments that end there, whatever these do.
@@ -34,8 +34,8 @@ from atomtrain.planning.search.memory_limit import (
     KEEP,
     OFFLOAD,
     RECOMPUTE,
-    Room,
-    Rooms,
+    ActivationBudget,
+    ActivationBudgets,
     Saving,
 )
 from atomtrain.planning.search.pareto_front import (
@@ -58,18 +58,18 @@ from atomtrain.planning.search.space import Family, Space
 
 Array = NDArray[np.float64]
 
-_LESS = -1.0  # more room is better: its negative is compared
+_LESS = -1.0  # a larger budget is better: its negative is compared
 
 
-class Mixed:
+class ActivationDP:
     def __init__(self, space: Space, family: Family, *, offload: bool = True) -> None:
         """`offload`: whether segments may be offloaded."""
         self._family = family
         self._segments, self._layers = space.request.segments, space.layers
         self._overlap = family.slots > 1
-        self.rooms = Rooms(space, family, offload=offload)
+        self.budgets = ActivationBudgets(space, family, offload=offload)
         """What may be kept under which limit of memory."""
-        self._kept, self._window_bytes = self.rooms.kept, self.rooms.window_bytes
+        self._kept, self._window_bytes = self.budgets.kept, self.budgets.window_bytes
         self._turn = space.costing.table(Phase.TURN, family.place, load=True)
         self._visits = Visits(space.costing, family)
         self._disk = space.costing.disk_work(family.place.on_device)
@@ -85,10 +85,10 @@ class Mixed:
         first, last = self._visits.forward(), self._visits.backward()
         self._ends_s = float(first.loading_s[0, 1] + last.unload_s[0, 1] + last.update_s[0, 1])
         self._most_load_s = np.zeros(self._layers + 1)
-        self._saving = Saving(space, self.rooms.offloads)
+        self._saving = Saving(space, self.budgets.offloads)
 
-    def bound_s(self, room: Room) -> float:
-        starts = np.flatnonzero(room.turn >= 0)
+    def bound_s(self, budget: ActivationBudget) -> float:
+        starts = np.flatnonzero(budget.turn >= 0)
         if not starts.size:
             return np.inf
         # A range loaded at once takes no longer than in parts.
@@ -96,7 +96,7 @@ class Mixed:
         loads = loads + self._visits.forward().loading_s[0, starts]
         ahead = self._ahead_s[starts]
         back = self._least_s[starts] - ahead + self._back_s[-1] - self._back_s[starts]
-        again, most = self._saving.possible_s(self._recomputed_s, room, self.rooms)
+        again, most = self._saving.possible_s(self._recomputed_s, budget, self.budgets)
         compute = self._saving.least_s(ahead, back, again[starts], most[starts])
         alone = np.zeros_like(loads)
         if not self._overlap:
@@ -105,20 +105,20 @@ class Mixed:
             alone = alone + self._ends_s
         return float(np.maximum(compute + alone, loads).min())
 
-    def best(self, room: Room, below_s: float) -> Found | None:
-        """Return the fastest plan with this room, or `None` if none is faster than `below_s`."""
-        fits = (room.segments >= 0).any(axis=0)
+    def best(self, budget: ActivationBudget, below_s: float) -> Found | None:
+        """Return the fastest plan of this budget, or `None` if none is faster than `below_s`."""
+        fits = (budget.segments >= 0).any(axis=0)
         loads = np.where(fits, self._visits.backward().loading_s, 0.0)
         self._most_load_s = loads.max(axis=0)
         self._clocks = Clocks(self._family, self._disk, float(loads.max()))
         pending: Pending = {}
-        self._begin(room, below_s, pending)
+        self._begin(budget, below_s, pending)
         done: dict[int, Ways] = {}
         for cut in range(self._layers - 1, -1, -1):
             if cut in pending:
                 here = done[cut] = best_of(pending.pop(cut))
                 if cut:
-                    self._extend(cut, here, room, below_s, pending)
+                    self._extend(cut, here, budget, below_s, pending)
         if 0 not in done:
             return None
         here = done[0]
@@ -130,20 +130,20 @@ class Mixed:
             return None
         return Found(float(steps_s[label]), self._shape(done, label))
 
-    def _begin(self, room: Room, below_s: float, pending: Pending) -> None:
-        starts = np.flatnonzero(room.turn >= 0)
+    def _begin(self, budget: ActivationBudget, below_s: float, pending: Pending) -> None:
+        starts = np.flatnonzero(budget.turn >= 0)
         clocks = self._clocks.after_turn(self._turn, starts, self._layers, np.zeros(starts.size))
         self._rest.settle(clocks, starts, self._most_load_s)
         ends_s = self._rest.ends_s(clocks, starts, below_turn=True)
         ends_s = ends_s + self._begun_s(np.zeros(starts.size), starts)
-        left = room.turn[starts]
+        left = budget.turn[starts]
         rows = np.flatnonzero(ends_s <= below_s * SLACK)
-        for window in (False, True)[: 1 + self.rooms.offloads]:  # it is for the visits below
+        for window in (False, True)[: 1 + self.budgets.offloads]:  # it is for the visits below
             values = np.column_stack(
                 (
                     clocks[rows],
                     self._above_s(self._turn.loading_s[:, self._layers], starts[rows]),
-                    self._less_room(left[rows], starts[rows]),
+                    self._less_budget(left[rows], starts[rows]),
                     np.zeros(rows.size),
                 )
             )
@@ -157,25 +157,27 @@ class Mixed:
             )
             add(pending, starts[rows], ways)
 
-    def _extend(self, cut: int, here: Ways, room: Room, below_s: float, pending: Pending) -> None:
+    def _extend(
+        self, cut: int, here: Ways, budget: ActivationBudget, below_s: float, pending: Pending
+    ) -> None:
         able = np.ones(here.segments.size, bool)
         if self._segments is not None:
             able = here.segments < self._segments
         reserved = np.where(here.window, self._window_bytes, 0)[:, None]
-        left = room.segments[:, :cut, cut]
+        left = budget.segments[:, :cut, cut]
         choices, starts = np.nonzero(left >= reserved.min())
         left = left[choices, starts]
         allowed = able[:, None] & (left >= reserved)
         allowed &= here.window[:, None] | (choices != OFFLOAD)
         allowed &= here.keeping[:, None] | (choices != KEEP)
-        rooms = np.zeros(allowed.shape)
+        budgets = np.zeros(allowed.shape)
         keeps = np.flatnonzero(choices == KEEP)
         before = _LESS * here.values[:, ROOM, None] - self._kept[starts[keeps], cut]
-        rooms[:, keeps] = np.minimum(before, left[keeps] - reserved)
-        rows, columns = np.nonzero(allowed & (rooms >= 0))
+        budgets[:, keeps] = np.minimum(before, left[keeps] - reserved)
+        rows, columns = np.nonzero(allowed & (budgets >= 0))
         if not rows.size:
             return
-        cuts, choice, room_left = starts[columns], choices[columns], rooms[rows, columns]
+        cuts, choice, room_left = starts[columns], choices[columns], budgets[rows, columns]
         values, below_turn = here.values[rows], here.before[rows] == self._layers
         after, later_s = self._visits.after(self._clocks, values, cut, cuts, choice, below_turn)
         forward_s = values[:, AHEAD]
@@ -207,7 +209,7 @@ class Mixed:
                 (
                     after[some],
                     above_s[some],
-                    self._less_room(room_left[some], cuts[some]),
+                    self._less_budget(room_left[some], cuts[some]),
                     forward_s[some],
                 )
             )
@@ -256,11 +258,11 @@ class Mixed:
     def _above_s(self, load_s: Array, cuts: Whole) -> Array:
         return self._rest.settled_load_s(load_s[cuts], cuts)
 
-    def _less_room(self, room: Array, cuts: Whole) -> Array:
-        """Return rooms at some cuts times -1: none larger than what is below can use, 1 where it is
-        too small for any segment that ends there."""
-        room = np.minimum(room, self._most_kept[cuts])
-        return np.where(room >= self._least_kept[cuts], _LESS * room, 1.0)
+    def _less_budget(self, budget: Array, cuts: Whole) -> Array:
+        """Return budgets at some cuts times -1: none larger than what is below can use, 1 where it
+        is too small for any segment that ends there."""
+        budget = np.minimum(budget, self._most_kept[cuts])
+        return np.where(budget >= self._least_kept[cuts], _LESS * budget, 1.0)
 
     @cached_property
     def _most_kept(self) -> Array:

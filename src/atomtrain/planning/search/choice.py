@@ -6,8 +6,8 @@ tried by their bounds, those that promise most first, so that most are never sea
 The bound of each size of slots alone is cheap and near: most sizes are left out by it. Where plans
 keep or offload, the others are searched at once, as if a slot were as large as the largest and took
 no more than the smallest. What is found so is the best of all if it fits. If not, its own size
-parts the others: with smaller slots its largest segment has no place, and larger ones leave as
-little room as its own.
+parts the others: with smaller slots its largest segment has no place, and larger ones leave no
+larger budget than its own.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import NamedTuple
 import numpy as np
 
 from atomtrain.planning.plan.shape import Shape
-from atomtrain.planning.search.activation_dp import Mixed
-from atomtrain.planning.search.partition_dp import Found, Optimum
+from atomtrain.planning.search.activation_dp import ActivationDP
+from atomtrain.planning.search.partition_dp import Found, PartitionDP
 from atomtrain.planning.search.space import Family, Space
 
 _NEAR = (1.01, 1.04, 1.16, 1.64)
@@ -143,15 +143,17 @@ class _BySize(ABC):
 
 
 class Recomputing(_BySize):
-    def __init__(self, space: Space, family: Family, optimum: Optimum, device_bytes: int) -> None:
+    def __init__(
+        self, space: Space, family: Family, partition_dp: PartitionDP, device_bytes: int
+    ) -> None:
         super().__init__(space, family, device_bytes)
-        self._optimum = optimum
+        self._partition_dp = partition_dp
 
     def best(self, below_s: float) -> Found | None:
         hopeful = set(self._hopeful(below_s))
         some = self._space.different(self._family, self._device_bytes) if hopeful else ()
         parts = [
-            Task(self._optimum.bound_s(allowed), functools.partial(self._within, slot_bytes))
+            Task(self._partition_dp.bound_s(allowed), functools.partial(self._within, slot_bytes))
             for slot_bytes, allowed in some
             if slot_bytes in hopeful
         ]
@@ -159,17 +161,19 @@ class Recomputing(_BySize):
 
     def _within(self, slot_bytes: int, below_s: float) -> Found | None:
         allowed = self._space.allowed(self._family, slot_bytes, self._device_bytes)
-        return self._optimum.best(allowed, below_s)
+        return self._partition_dp.best(allowed, below_s)
 
     def _bound_of(self, sizes: Sequence[int]) -> float:
         allowed = self._space.allowed_of(self._family, sizes, self._device_bytes)
-        return self._optimum.bound_s(allowed)
+        return self._partition_dp.bound_s(allowed)
 
 
 class Mixing(_BySize):
-    def __init__(self, space: Space, family: Family, mixed: Mixed, device_bytes: int) -> None:
+    def __init__(
+        self, space: Space, family: Family, activation_dp: ActivationDP, device_bytes: int
+    ) -> None:
         super().__init__(space, family, device_bytes)
-        self._mixed = mixed
+        self._activation_dp = activation_dp
 
     def best(self, below_s: float, among: Collection[int] | None = None) -> Found | None:
         """Return the fastest plan that fits, or `None` if none is faster than `below_s`; `among`:
@@ -220,7 +224,9 @@ class Mixing(_BySize):
         more than the smallest; if it fits it is the best of them."""
         if not sizes:
             return None
-        return self._mixed.best(self._mixed.rooms.room(sizes, self._device_bytes), below_s)
+        return self._activation_dp.best(
+            self._activation_dp.budgets.budget(sizes, self._device_bytes), below_s
+        )
 
     def _fits(self, found: Found) -> bool:
         return self._space.memory.device_bytes(found.shape) <= self._device_bytes
@@ -229,7 +235,9 @@ class Mixing(_BySize):
         return bisect.bisect_left(sizes, self._space.memory.sizes(found.shape).slot_bytes)
 
     def _bound_of(self, sizes: Sequence[int]) -> float:
-        return self._mixed.bound_s(self._mixed.rooms.room(sizes, self._device_bytes))
+        return self._activation_dp.bound_s(
+            self._activation_dp.budgets.budget(sizes, self._device_bytes)
+        )
 
 
 class Choice(NamedTuple):
@@ -313,26 +321,26 @@ class _Solvers:
 
     # Made when the family is known to fit.
     @cached_property
-    def _optimum(self) -> Optimum | None:
+    def _partition_dp(self) -> PartitionDP | None:
         if not (self._space.recomputes or self._family.whole):
             return None
-        return Optimum(self._space.costing, self._family, self._space.request.segments)
+        return PartitionDP(self._space.costing, self._family, self._space.request.segments)
 
     @cached_property
-    def _mixed(self) -> Mixed | None:
+    def _activation_dp(self) -> ActivationDP | None:
         if not self._space.mixes or self._family.whole:
             return None
-        return Mixed(self._space, self._family, offload=self._offload)
+        return ActivationDP(self._space, self._family, offload=self._offload)
 
     def recomputing(self, device_bytes: int) -> Recomputing | None:
-        if not self._space.fits(self._family, device_bytes) or self._optimum is None:
+        if not self._space.fits(self._family, device_bytes) or self._partition_dp is None:
             return None
-        return Recomputing(self._space, self._family, self._optimum, device_bytes)
+        return Recomputing(self._space, self._family, self._partition_dp, device_bytes)
 
     def mixing(self, device_bytes: int) -> Mixing | None:
-        if not self._space.fits(self._family, device_bytes) or self._mixed is None:
+        if not self._space.fits(self._family, device_bytes) or self._activation_dp is None:
             return None
-        return Mixing(self._space, self._family, self._mixed, device_bytes)
+        return Mixing(self._space, self._family, self._activation_dp, device_bytes)
 
     def tasks(self, device_bytes: int) -> Iterator[Task]:
         for part in (self.recomputing(device_bytes), self.mixing(device_bytes)):

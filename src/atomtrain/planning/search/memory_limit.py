@@ -19,7 +19,7 @@ CHOICES: tuple[Activation, ...] = ("recompute", "keep", "offload")
 RECOMPUTE, KEEP, OFFLOAD = range(len(CHOICES))
 
 
-class Room(NamedTuple):
+class ActivationBudget(NamedTuple):
     """What each segment leaves of the device memory for kept graphs of segments below; negative
     where there is too little, or where it must not be."""
 
@@ -46,24 +46,26 @@ class Saving:
         self._out_s = density / machine.unload_bytes_per_s if offload else np.inf
         self._in_s = density / machine.load_bytes_per_s if offload else np.inf
 
-    def again_s(self, recomputed_s: Array, room: Array) -> Array:
-        """Return how much of so much recomputing is left at least, without offloading, if the room
-        for what is kept is so large."""
-        again: Array = recomputed_s - np.interp(room, self._kept_bytes, self._kept_s)
+    def again_s(self, recomputed_s: Array, budget: Array) -> Array:
+        """Return how much of so much recomputing is left at least, without offloading, if the
+        budget for what is kept is so large."""
+        again: Array = recomputed_s - np.interp(budget, self._kept_bytes, self._kept_s)
         return np.maximum(again, 0.0)
 
-    def possible_s(self, recomputed_s: Array, room: Room, rooms: Rooms) -> tuple[Array, Array]:
+    def possible_s(
+        self, recomputed_s: Array, budget: ActivationBudget, budgets: ActivationBudgets
+    ) -> tuple[Array, Array]:
         """Return how much recomputing is left at least below each cut, without offloading, and how
         much of that offloading may save.
 
-        Only layers count that are in some segment for which there is room. `recomputed_s` is all
+        Only layers count that are in some segment that the budget allows. `recomputed_s` is all
         recomputing below each cut, `[cut]`.
         """
-        keepable = (room.segments[KEEP] >= 0) & (rooms.kept <= room.turn.max(initial=-1.0))
+        keepable = (budget.segments[KEEP] >= 0) & (budgets.kept <= budget.turn.max(initial=-1.0))
         order = self._order[_inside(keepable)[self._order]]
-        again_s = recomputed_s - np.interp(room.turn, *self._saved(order))
+        again_s = recomputed_s - np.interp(budget.turn, *self._saved(order))
         again_s = np.maximum(again_s, 0.0)
-        sendable = _inside(room.segments[OFFLOAD] >= rooms.window_bytes)
+        sendable = _inside(budget.segments[OFFLOAD] >= budgets.window_bytes)
         sent_s = np.concatenate(([0.0], np.cumsum(self._forward_s * sendable)))
         return again_s, np.minimum(again_s, sent_s)
 
@@ -105,7 +107,7 @@ class Reach:
 
     def __init__(self, layers: int) -> None:
         self.keeping = np.full((2, layers + 1), -np.inf)
-        """The most room while segments are kept; negative where they cannot be."""
+        """The largest budget while segments are kept; negative where they cannot be."""
         self.rest = np.zeros((2, layers + 1), bool)
         """Whether recomputed or offloaded segments lead there."""
 
@@ -114,7 +116,7 @@ class Reach:
         return bool((self.keeping[:, 0] >= 0).any() or self.rest[:, 0].any())
 
 
-class Rooms:
+class ActivationBudgets:
     """What a family leaves for kept segments, and what is possible with it."""
 
     def __init__(self, space: Space, family: Family, *, offload: bool = True) -> None:
@@ -134,7 +136,7 @@ class Rooms:
         self.keeps = self._pinned in (None, "keep")
         """Whether segments may be kept."""
 
-    def room(self, slot_sizes: Sequence[int], device_bytes: int) -> Room:
+    def budget(self, slot_sizes: Sequence[int], device_bytes: int) -> ActivationBudget:
         """Return what segments leave of a limit of device memory with slots of a size.
 
         With several sizes it is no less than with any of them: all segments fit that fit the
@@ -149,8 +151,8 @@ class Rooms:
 
         def of(work_bytes: Bytes, most: float) -> Bytes:
             # More than can be used is as good as what can.
-            room = np.where(fitting, left - work_bytes, -1.0)
-            return np.clip(room, -1.0, most)
+            budget = np.where(fitting, left - work_bytes, -1.0)
+            return np.clip(budget, -1.0, most)
 
         window, most = float(self.window_bytes), self._most_bytes
         recompute = np.maximum(work.forward, work.backward)
@@ -163,7 +165,7 @@ class Rooms:
             segments[KEEP] = -1.0
         if not self.offloads:
             segments[OFFLOAD] = -1.0
-        return Room(segments, self.turn(slot_sizes, device_bytes))
+        return ActivationBudget(segments, self.turn(slot_sizes, device_bytes))
 
     def turn(self, slot_sizes: Sequence[int], device_bytes: int) -> Bytes:
         left = device_bytes - self._space.held_bytes(self._family, slot_sizes[0])
@@ -183,25 +185,25 @@ class Rooms:
     def _segment_bytes(self) -> Bytes:
         return self._space.costing.segment_bytes(frozenset(self._family.resident))
 
-    def works(self, room: Room) -> bool:
+    def works(self, budget: ActivationBudget) -> bool:
         here = Reach(self._layers)
         for window in (False, True):
-            here.keeping[int(window)] = room.turn  # the window is for the visits below
+            here.keeping[int(window)] = budget.turn  # the window is for the visits below
         cuts = range(self._layers - 1, 0, -1)
         if self._segments is None:
             for cut in cuts:
-                self._reach(here, here, cut, room)
+                self._reach(here, here, cut, budget)
             return here.done
         for _ in range(self._segments - 1):
             there = Reach(self._layers)
             for cut in cuts:
-                self._reach(here, there, cut, room)
+                self._reach(here, there, cut, budget)
             here = there
         return here.done
 
-    def _reach(self, here: Reach, there: Reach, cut: int, room: Room) -> None:
+    def _reach(self, here: Reach, there: Reach, cut: int, budget: ActivationBudget) -> None:
         starts = slice(None, cut)
-        recompute, keep, offload = room.segments[:, starts, cut]
+        recompute, keep, offload = budget.segments[:, starts, cut]
         for window in (0, 1):
             reserved, left = window * self.window_bytes, here.keeping[window, cut]
             if left >= 0:
@@ -280,18 +282,18 @@ def _least_mixed(space: Space, family: Family, least: int, best: float) -> float
     """
     if space.least_held(family) + least >= best:
         return best
-    rooms = Rooms(space, family, offload=space.request.offload)
+    budgets = ActivationBudgets(space, family, offload=space.request.offload)
     for slot_bytes in space.slot_sizes(family):
         low = space.held_bytes(family, slot_bytes) + least - 1
         if low + 1 >= best:
             break
-        high = best if np.isfinite(best) else rooms.most_bytes(slot_bytes)
-        if not rooms.works(rooms.room([slot_bytes], int(high) - 1)):
+        high = best if np.isfinite(best) else budgets.most_bytes(slot_bytes)
+        if not budgets.works(budgets.budget([slot_bytes], int(high) - 1)):
             continue
         # Works below `high`, not below `low`.
         while high - low > 1:
             middle = (int(low) + int(high)) // 2
-            if rooms.works(rooms.room([slot_bytes], middle)):
+            if budgets.works(budgets.budget([slot_bytes], middle)):
                 high = middle
             else:
                 low = middle

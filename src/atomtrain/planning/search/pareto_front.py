@@ -52,7 +52,7 @@ class Ways(NamedTuple):
     """Ways from the turn down to one cut; `n` of them."""
 
     values: Array
-    """`[n, 9]`: clocks, load of the segment above, room times -1, forward."""
+    """`[n, 9]`: clocks, load of the segment above, budget times -1, forward."""
     notes: Whole
     """`[n, 5]`."""
 

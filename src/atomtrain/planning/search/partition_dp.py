@@ -55,7 +55,7 @@ class Forward(NamedTuple):
     """Of the turn at `stop` after each last forward segment, `[start, stop]`."""
 
 
-class Optimum:
+class PartitionDP:
     def __init__(self, costing: Costing, family: Family, segments: int | None) -> None:
         """`segments` fixes the number of backward segments, the turn included."""
         place = family.place
