@@ -259,6 +259,7 @@ def test_the_callers_loss_gets_what_the_model_returns(kind: type[nn.Module], los
         assert engine.step([X]) == expected
 
 
+@pytest.mark.slow
 def test_another_shape_is_refused_with_both() -> None:
     with swap(Stack(), X, loss=square) as engine:
         message = r"x is float32 \[1, 5, 4\], but .* with float32 \[2, 5, 4\]; pad it"

@@ -229,6 +229,7 @@ def test_measuring_a_small_device_behind_a_slow_link(tmp_path: Path) -> None:
     assert 0 < machine.load_bytes_per_s <= 1e6
 
 
+@pytest.mark.slow
 def test_streams_that_tests_disturb_are_not_measured(tmp_path: Path) -> None:
     def disturb(stream: str) -> None:
         pytest.fail(f"a job ran on {stream}")
@@ -240,6 +241,7 @@ def test_streams_that_tests_disturb_are_not_measured(tmp_path: Path) -> None:
         device.close()
 
 
+@pytest.mark.slow
 def test_storage_that_cannot_be_measured_is_unknown(tmp_path: Path) -> None:
     device = EmulatedDevice(1 << 20, 1e9)
     try:

@@ -38,6 +38,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield package
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", WRITTEN)
 def test_what_is_written_is_understood(spec: str, datasets: Any) -> None:
     assert is_named(spec)

@@ -84,6 +84,7 @@ def test_a_vocabulary_without_room_for_every_byte_is_refused() -> None:
     assert Tokenizer.train(SAMPLE, 257).vocabulary == 257
 
 
+@pytest.mark.slow
 def test_four_megabytes_are_learnt_in_seconds() -> None:
     texts = [piece.text for piece in pieces(read_corpus(None), "train")]
     trained = Tokenizer.train(texts)

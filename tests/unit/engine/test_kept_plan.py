@@ -85,6 +85,7 @@ def test_a_plan_that_the_search_would_not_choose_is_followed_all_the_same(before
         assert engine.planner.before == "as before"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -128,6 +129,7 @@ def test_a_budget_that_nobody_gave_may_change_as_long_as_the_plan_fits(before: A
         assert engine.plan.device_peak_bytes < peak_bytes
 
 
+@pytest.mark.slow
 def test_host_memory_that_is_less_now_makes_a_new_plan(
     before: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +147,7 @@ def test_host_memory_that_is_less_now_makes_a_new_plan(
         swap(before)
 
 
+@pytest.mark.slow
 def test_more_micro_batches_than_at_first_stay(before: Any) -> None:
     batch = {"input_ids": TOKENS, "labels": TOKENS}
     with swap(before) as engine:
@@ -157,6 +160,7 @@ def test_more_micro_batches_than_at_first_stay(before: Any) -> None:
         assert engine.kept_plan() == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"),
     [("slots", 3), ("resident_blocks", [2]), ("backward_bounds", [1, 2, 99])],

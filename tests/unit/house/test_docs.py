@@ -137,6 +137,7 @@ def test_shells_complete_commands_and_options(
         assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     pytest.importorskip("material")

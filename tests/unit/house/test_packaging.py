@@ -59,6 +59,7 @@ def test_the_wheel_has_everything_and_nothing_else(built: Path) -> None:
     assert not [name for name in names if "__pycache__" in name or name.endswith(".safetensors")]
 
 
+@pytest.mark.slow
 def test_the_wheel_brings_its_core_where_no_compiler_is(built: Path, tmp_path: Path) -> None:
     try:
         compiler()

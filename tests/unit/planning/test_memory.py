@@ -134,6 +134,7 @@ def test_layers_of_other_kinds_stay_within_the_prediction(
         assert engine.device.peak_bytes() <= engine.plan.device_peak_bytes
 
 
+@pytest.mark.slow
 def test_the_peak_does_not_grow_with_depth() -> None:
     example = tokens(4, 16)
     peaks, budget = {}, 0

@@ -39,6 +39,7 @@ def test_regions_add_up_to_the_plan(monkeypatch: pytest.MonkeyPatch, seed: int) 
     assert len(labels) == plan.segments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["moments", "parameters"])
 def test_what_is_on_disk_is_not_on_the_host(tmp_path: Path, kind: str) -> None:
     model, example = gpt(4, 16, 0.0), tokens(2, 9)

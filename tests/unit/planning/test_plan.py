@@ -109,6 +109,7 @@ def test_a_slower_link_never_makes_a_faster_plan(chain_and_costs) -> None:
     assert times == sorted(times)
 
 
+@pytest.mark.slow
 def test_more_memory_never_makes_a_slower_plan(chain_and_costs) -> None:
     times = []
     for memory in ("1700KiB", "2MiB", "3MiB", "8MiB", "64MiB"):
@@ -133,6 +134,7 @@ def test_the_chosen_plan_is_within_a_hundredth_of_all_that_fit(chain_and_costs) 
             assert best.step_s <= other.step_s * 1.01
 
 
+@pytest.mark.slow
 def test_layers_run_on_the_host_where_that_is_better(chain_and_costs) -> None:
     tight = machine("2MiB", 1e8)
     there, here = (plan(chain_and_costs, tight, host_layers=n) for n in (1, 0))

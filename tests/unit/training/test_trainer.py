@@ -461,6 +461,7 @@ def test_notebooks_show_pictures(tmp_path: Path) -> None:
                         abs_tol=1e-4)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_the_training_while_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

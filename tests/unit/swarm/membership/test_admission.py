@@ -96,6 +96,7 @@ def test_a_key_is_the_stretched_secret_of_one_run() -> None:
     assert len({key_of(secret, "mine"), key_of(secret, "yours"), key_of(b"other", "mine")}) == 3
 
 
+@pytest.mark.slow
 def test_strangers_neither_fetch_nor_average_nor_slow_anybody_down(tmp_path: Path) -> None:
     key, wrong = tmp_path / "key", tmp_path / "wrong"
     key.write_bytes(b"the secret of this run")

@@ -38,6 +38,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, peer: SimulatedPeer, bytes_per_s:
     monkeypatch.setattr(transport, "open", open_slow)
 
 
+@pytest.mark.slow
 def test_a_link_too_slow_to_keep_up_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fragment takes 20 s to fetch and is averaged every 8 s: still the newcomer gets there."""
 

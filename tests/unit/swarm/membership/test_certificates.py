@@ -465,6 +465,7 @@ def test_a_checkpoint_keeps_certificates() -> None:
     assert back.texts((BETTER,)) == texts[:1]
 
 
+@pytest.mark.slow
 def test_a_member_that_missed_a_round_follows_by_certificate_at_once() -> None:
     """Long before what nothing certifies would be tried."""
 

@@ -189,6 +189,7 @@ def test_spoilt_answers_of_the_local_network(data: st.DataObject) -> None:
     assert (read.run + read.name).isprintable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float32", "float16", "int8", "int4", "topk"])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import re
 
+import pytest
+
 from atombench.virtual.clock import run_virtual
 from atomtrain.cli.swarm import _table
 from atomtrain.swarm.node.probe import status_of
 from tests.support.swarm_virtual import Simulation
 
 
+@pytest.mark.slow
 def test_status_says_who_reduces_what() -> None:
     async def scenario() -> None:
         simulation = Simulation((6000, 50), seed=3, local_steps_per_round=4)

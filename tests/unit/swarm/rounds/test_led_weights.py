@@ -104,6 +104,7 @@ def test_what_a_member_refuses(weights: tuple[int, ...], why: str) -> None:
     assert why in weights_flaw(weights, place, 100, 0)
 
 
+@pytest.mark.slow
 def test_rounds_of_a_leader_that_takes_more_for_itself_come_to_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

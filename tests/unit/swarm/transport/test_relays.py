@@ -408,6 +408,7 @@ def test_peers_that_cannot_dial_each_other_average_through_a_relay() -> None:
     run_virtual(scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_relay_that_is_killed_is_replaced(seed: int) -> None:
     async def scenario() -> None:
@@ -445,6 +446,7 @@ def test_who_does_not_want_to_relay_does_not() -> None:
     run_virtual(scenario)
 
 
+@pytest.mark.slow
 def test_who_refuses_to_relay_is_not_asked_all_the_time() -> None:
     async def scenario() -> None:
         swarm = Hidden()
@@ -552,6 +554,7 @@ def test_one_that_lies_about_dialling_keeps_nobody_from_relaying() -> None:
     run_virtual(scenario)
 
 
+@pytest.mark.slow
 def test_who_can_be_dialled_again_needs_no_relay() -> None:
     async def scenario() -> None:
         swarm = Hidden()
