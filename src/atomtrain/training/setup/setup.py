@@ -154,7 +154,7 @@ def _assemble(
     recipe, text = source.recipe, source.text
     memory = device_memory_of(options, recipe)
     objective = objective_of(recipe)
-    # Everything that can be refused is refused before the weights take memory.
+    # What can be refused without the weights is refused before they take memory.
     outline = _outline_of(source, tell)
     kind = kind_of(outline)
     if kind is not None and kind.alike:  # any other one counts them when it is analysed
@@ -233,7 +233,7 @@ def _outline_of(source: Source, tell: Callable[[str], None]) -> nn.Module:
         found = narrowing_of(source.weights.outline, recipe.lora, in_tower=tower)
         if (line := found.told(recipe.lora.bits)) is not None:
             tell(line)
-    return with_noise(outline, recipe.neftune_noise_alpha)
+    return outline
 
 
 def _open_engine(
