@@ -347,6 +347,10 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
                     for fragment in range(len(store.fragment_elements))
                 ],
                 means=vectors.means(),
+                anchor_means=[
+                    float(store.anchor(fragment).values.mean())
+                    for fragment in range(len(store.fragment_elements))
+                ],
                 loss=None if line is None else line.loss(store.anchor(0).values),
                 peers=[p.peer_id for p in swarm.peers()],
                 relays={p.peer_id: p.relays for p in swarm.peers()},

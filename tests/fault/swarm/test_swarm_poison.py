@@ -20,6 +20,9 @@ def _begun(
 ) -> tuple[list[PeerProcess], PeerProcess]:
     """Return so many honest peers, and one that is not, when all have averaged.
 
+    What they hand to newcomers is near their target then, too: the first rounds began before they
+    were there.
+
     As long as there is a file `silence`, the honest ones accept questions and do not answer; as
     long as there is one called `rests_file`, nobody makes steps.
     """
@@ -36,7 +39,9 @@ def _begun(
         peer.wait_ready()
     wait_averaged(first, first, *others, liar)
     for peer in (first, *others):
-        peer.wait_for("state", lambda said: all(abs(mean - 1.0) < 0.2 for mean in said["means"]))
+        peer.wait_for("state", lambda said: all(
+            abs(mean - 1.0) < 0.2 for mean in (*said["means"], *said["anchor_means"])
+        ))  # fmt: skip
     return [first, *others], liar
 
 
