@@ -1,0 +1,1 @@
+"""A plainer search for plans, and how far it is from the planner's."""
