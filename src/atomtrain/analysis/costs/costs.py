@@ -21,12 +21,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 from atomtrain.analysis.costs.flops import attention_workspace_bytes, more_counters
 from atomtrain.analysis.costs.saved import SavedCost, SavedWatcher, is_movable
 from atomtrain.analysis.costs.storages import ALIGNED_BYTES, StorageTracker, is_dense
+from atomtrain.analysis.export.structure import tensors_among
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.analysis.layers.kept_state import keeping_nothing
 from atomtrain.errors import AnalysisError, reason_of
@@ -146,8 +146,8 @@ class _Watcher(StorageTracker):
                     "forward draws random numbers from a torch.Generator of its own, whose state "
                     "recomputing cannot bring back; draw them from torch's default one"
                 )
-        for given in tree_iter((args, kwargs)):
-            if isinstance(given, Tensor) and given.requires_grad and type(given) is not FakeTensor:
+        for given in tensors_among(args, kwargs):
+            if given.requires_grad and type(given) is not FakeTensor:
                 raise AnalysisError(
                     f"the loss or a layer uses a tensor of shape {list(given.shape)} that is "
                     "trained and is not given to it; make it a parameter of the model, or detach() "

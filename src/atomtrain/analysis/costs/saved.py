@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from atomtrain.analysis.costs.rematerialization import CHEAP, RematerializedStorage, Rematerializer
 from atomtrain.analysis.costs.storages import LiveStorages
+from atomtrain.analysis.export.structure import tensors_among
 
 
 class SavedCost(NamedTuple):
@@ -56,8 +56,7 @@ class _Traffic(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in CHEAP:
-            moved = tree_leaves((args, kwargs, result))
-            self.n_bytes += sum(t.nbytes for t in moved if isinstance(t, Tensor))
+            self.n_bytes += sum(tensor.nbytes for tensor in tensors_among(args, kwargs, result))
         return result
 
 

@@ -146,6 +146,7 @@ def export(
     own_loss: bool,
     grad: bool = True,
     device: torch.device = CPU,
+    as_eager: bool = False,
 ) -> Exported:
     """Return the operations of one call of the model, in the mode that its modules are in.
 
@@ -158,6 +159,7 @@ def export(
         own_loss: Keep only what the loss of the model's own output needs.
         grad: Whether autograd records; some modules take other paths without it.
         device: Where the operations will run: the model sees all of its tensors there.
+        as_eager: Not if the model has to know that it is traced, which may change its last bits.
 
     Raises:
         AnalysisError: forward depends on data, changes Python objects, or uses what cannot be
@@ -169,6 +171,7 @@ def export(
     given = tuple(torch.empty_like(tensor, device="meta") for tensor in tensors)
     before: Mapping[str, Mapping[str, Any]] = attributes_of(model)
     ways, outside = ways_to_trace(device), Outside(model)
+    ways = [way for way in ways if way.as_eager or not as_eager]
     for way in ways:
         try:
             first = _Recorded(model, call, own_loss, way.as_eager)

@@ -16,10 +16,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from atomtrain.analysis.export.conditions import MANUAL
-from atomtrain.analysis.export.structure import NotPlainError, put_together, taken_apart
+from atomtrain.analysis.export.structure import (
+    NotPlainError,
+    put_together,
+    taken_apart,
+    tensors_among,
+)
 from atomtrain.errors import AnalysisError, reason_of
 
 _REGISTERED = "GeneratedBackwardFor"
@@ -139,7 +143,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = tensors_among(args, kwargs)
         if any(_storage(tensor) not in self._known for tensor in given):
             _refuse(self._function, "uses a tensor that it is not given")
         named = zip(func._schema.arguments, args, strict=False)
@@ -149,12 +153,12 @@ class _Watch(TorchDispatchMode):
             for described in func._schema.arguments
             if _is_written(described)
         ]
-        for tensor in tree_leaves(written):
-            if isinstance(tensor, Tensor) and _storage(tensor) in self._given:
+        for tensor in tensors_among(written):
+            if _storage(tensor) in self._given:
                 _refuse(self._function, "changes a tensor that it is given")
         self.is_random |= _RANDOM in func.tags
         result = func(*args, **(kwargs or {}))
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = tensors_among(result)
         self._alive += made  # the keys of storages that are freed would be given again
         self._known |= {_storage(tensor) for tensor in made}
         return result

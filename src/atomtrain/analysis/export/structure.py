@@ -26,6 +26,22 @@ class _Slot:
         self.index = index
 
 
+def tensors_among(*values: Any) -> list[Tensor]:
+    """Return the tensors among arguments or results of an operation, also those in collections.
+
+    This runs for every operation of a model, and torch's pytrees take a multiple of it.
+    """
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += tensors_among(*value)
+        elif isinstance(value, dict):
+            found += tensors_among(*value.values())
+    return found
+
+
 class Structure(NamedTuple):
     tensors: list[Tensor]
     rebuild: Callable[[Sequence[Any]], Any]

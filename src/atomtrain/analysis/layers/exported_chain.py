@@ -57,6 +57,7 @@ def exported_layers(
     own_loss: bool,
     device: torch.device,
     before: Sequence[Layer] = (),
+    as_eager: bool = False,
 ) -> ExportedLayers:
     """Return the layers of any model.
 
@@ -67,12 +68,15 @@ def exported_layers(
         own_loss: The last layer writes the output's loss, not the output.
         device: Where the layers will run.
         before: Layers that come first, and hold parameters of the model.
+        as_eager: See `export`.
 
     Raises:
         AnalysisError: see `export`.
     """
     tensors = inputs.tensors(example)
-    graph = read_graph(model, tensors, inputs, own_loss=own_loss, grad=True, device=device)
+    graph = read_graph(
+        model, tensors, inputs, own_loss=own_loss, grad=True, device=device, as_eager=as_eager
+    )
     pieces = find_pieces(graph.varying, model, PREFIX, set(graph.exported.parameters))
     recipes = Recipes(graph, pieces, inputs.tensor_names)
     mode = Mode(model)

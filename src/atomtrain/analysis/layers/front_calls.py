@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from atomtrain.analysis.export.structure import NotPlainError, taken_apart
+from atomtrain.analysis.export.structure import NotPlainError, taken_apart, tensors_among
 from atomtrain.analysis.layers.front import Front, OwnCode, instead
 from atomtrain.analysis.layers.micro_batch import Spec
 from atomtrain.errors import AnalysisError
@@ -182,12 +181,12 @@ class _Origins(TorchDispatchMode):
             return result
         if _RANDOM in func.tags:
             raise AnalysisError("random numbers are drawn between its modules")
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = tensors_among(args, kwargs)
         if calls := self._of(given):
-            written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            written = tensors_among(result)
             for described, value in zip(func._schema.arguments, args, strict=False):
                 if described.alias_info is not None and described.alias_info.is_write:
-                    written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+                    written += tensors_among(value)
             self._add(written, calls)
         return result
 

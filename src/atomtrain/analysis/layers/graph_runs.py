@@ -41,13 +41,16 @@ def read_graph(
     own_loss: bool,
     grad: bool,
     device: torch.device,
+    as_eager: bool = False,
 ) -> Graph:
-    """Export the model and find what of it matters and what is constant.
+    """Export the model (see `export`) and find what of it matters and what is constant.
 
     Raises:
         AnalysisError: it cannot be exported, or forward does nothing with micro-batch or weights.
     """
-    exported = export(model, tensors, inputs.call, own_loss=own_loss, grad=grad, device=device)
+    exported = export(
+        model, tensors, inputs.call, own_loss=own_loss, grad=grad, device=device, as_eager=as_eager
+    )
     _unify(exported)
     limits = take_limits(exported)
     live = live_nodes(exported.graph, exported.buffers)

@@ -22,8 +22,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from atomtrain.analysis.export.structure import tensors_among
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -94,13 +96,13 @@ class _KnownData(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = tensors_among(args, kwargs)
         if _RANDOM not in func.tags and all(self._is_known(tensor) for tensor in given):
             return self._computed(func, args, kwargs, given)
         for described, value in zip(func._schema.arguments, args, strict=False):
             if described.alias_info is not None and described.alias_info.is_write:
-                for tensor in tree_leaves(value):
-                    if isinstance(tensor, Tensor) and tensor in self._data:
+                for tensor in tensors_among(value):
+                    if tensor in self._data:
                         self._forget(tensor)
         return func(*args, **kwargs)
 
@@ -188,7 +190,7 @@ class _KnownData(TorchDispatchMode):
             result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return []
-        return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        return tensors_among(result)
 
 
 def _as_long(mode: Any, operation: object, grad: Tensor, log_probs: Tensor, *_: Any) -> Tensor:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -232,14 +233,19 @@ def _with_front(
     model: nn.Module, example: MicroBatch, inputs: Inputs, own_loss: bool, device: torch.device
 ) -> tuple[list[Layer], Front | None, ExportedLayers]:
     """Return the layers that come first where not all can be exported, all of them in one, and the
-    exported layers."""
+    exported layers.
+
+    Its own code has the model's bits, which ways that are not those of an eager model may not have.
+    """
     with_data = has_front(model, inputs.tensors(example))
     free = set(getattr(model, FREE_SHAPES, ())).intersection(inputs.tensor_names)
+    whole = functools.partial(
+        exported_layers, model, example, inputs, own_loss=own_loss, device=device
+    )
     refused = f"{FREE_SHAPES} names {', '.join(free)}"
     if not (with_data and free):
         try:
-            exported = exported_layers(model, example, inputs, own_loss=own_loss, device=device)
-            return [], None, exported
+            return [], None, whole(as_eager=with_data)
         except AnalysisError as error:
             if not with_data:
                 raise
@@ -247,6 +253,9 @@ def _with_front(
     try:
         front = Front(model, inputs, example)
     except AnalysisError as error:
+        if not free:
+            with suppress(AnalysisError):
+                return [], None, whole()
         raise AnalysisError(f"{refused}; {error}") from error
     _log.info("%s runs by its own code up to its language model: %s", type(model).__name__, refused)
     rest = Rest(front, inputs, example)
