@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -77,7 +78,8 @@ def prospect_of(options: SimulateOptions) -> Prospect:
     workload = Workload(
         context_tokens=model.context_tokens, tokens_per_step=options.tokens_per_step
     )
-    return prospect(model.analyse, compute, machine, workload)
+    analyse = functools.partial(model.analyse, on_gpu=compute.on_gpu)
+    return prospect(analyse, compute, machine, workload)
 
 
 def _place(options: SimulateOptions) -> tuple[Machine, Compute, MeasureUpdates | None]:

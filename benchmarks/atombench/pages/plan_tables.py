@@ -218,7 +218,7 @@ def treatments(
     ):
         request = Request(micro_batches=micro_batches, **fixed._asdict())
         machine = machine_for(card, host_memory_bytes)
-        analysis = treated.analyse(1)
+        analysis = treated.analyse(1, on_gpu=True)
         times = compute_of(card, "fp32").estimate(analysis)
         found = _planned(treated, analysis, times, machine, request)
         least_bytes = least_budget_bytes(analysis.chain, analysis.costs, times, machine, request)

@@ -7,6 +7,7 @@ plans that `coordinates.py` finds are slower than the planner's, and what both s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 import statistics
@@ -83,7 +84,8 @@ def catalogue(models: Sequence[str]) -> Iterator[Case]:
                 machine = machine_for(card, host_bytes)
                 try:
                     compute = compute_of(card, dtype)
-                    found = prospect(model.analyse, compute, machine, workload)
+                    analyse = functools.partial(model.analyse, on_gpu=True)
+                    found = prospect(analyse, compute, machine, workload)
                 except AtomError:  # it does not fit, or the card lacks the precision
                     continue
                 analysis = found.analysis

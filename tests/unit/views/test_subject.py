@@ -6,10 +6,12 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from atomtrain.analysis.costs.costs import ChainCosts, layer_costs
 from atomtrain.errors import AnalysisError, ConfigError, PlanError
 from atomtrain.models import GPT, PRESETS
 from atomtrain.models.lora_config import LoraConfig
@@ -43,6 +45,28 @@ def test_each_size_of_a_micro_batch_is_analysed_once() -> None:
     one, two = model.analyse(1), model.analyse(2)
     assert two.step_flops == pytest.approx(2 * one.step_flops)
     assert one.parameters == two.parameters == model.parameters
+
+
+def test_a_gpu_of_the_catalogue_needs_what_its_kernels_take_inside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What that is, `tests/unit/analysis/test_costs.py` shows."""
+    asked = []
+
+    def costs(*given: Any, on_gpu: bool) -> ChainCosts:
+        asked.append(on_gpu)
+        return layer_costs(*given, on_gpu=on_gpu)
+
+    monkeypatch.setattr("atomtrain.views.plans.subject.layer_costs", costs)
+    model, card = subject("tiny"), gpu("h100")
+    workload = Workload(context_tokens=64, micro_batch=1, tokens_per_step=64)
+    found = forecaster(model)(
+        Setting(machine=machine_for(card, 64 * GIB), workload=workload, card=card)
+    )
+    assert asked == [True]
+    assert found.analysis is model.analyse(1, on_gpu=True)
+    assert model.analyse(1) is not found.analysis
+    assert asked == [True, False]
 
 
 def test_a_hugging_face_configuration_is_a_model(tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ class Compute(NamedTuple):
     """The most that the estimate grants any layer."""
     peak_flops_per_s: float
     """Of the data sheet, or measured."""
+    on_gpu: bool = False
+    """Whether that is a GPU's."""
 
 
 @dataclass(frozen=True, kw_only=True)

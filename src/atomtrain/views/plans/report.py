@@ -6,6 +6,7 @@ Where nothing fits it says what would do: the least catalogue GPU and host, foun
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -107,7 +108,8 @@ def forecaster(subject: Subject, local: Compute | None = None) -> Forecast:
     def forecast(setting: Setting, least_tokens_per_s: float = 0.0) -> Prospect:
         compute = _compute(setting, local)
         machine, workload = setting.machine, setting.workload
-        return prospect(subject.analyse, compute, machine, workload, least_tokens_per_s)
+        analyse = functools.partial(subject.analyse, on_gpu=compute.on_gpu)
+        return prospect(analyse, compute, machine, workload, least_tokens_per_s)
 
     return forecast
 

@@ -88,7 +88,9 @@ class Subject:
     """How the folder holds its weights, if in few bits: its `quantization_config`."""
     left_wide: str | None = None
     """Which frozen matrices cannot be held in few bits, if some shall be."""
-    _analyses: dict[int, Analysis] = field(default_factory=dict, repr=False, compare=False)
+    _analyses: dict[tuple[int, bool], Analysis] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def trained_with(
         self,
@@ -134,13 +136,18 @@ class Subject:
         """Number of parameters, shared weights counted once."""
         return parameter_count(self.model)
 
-    def analyse(self, sequences: int) -> Analysis:
+    def analyse(self, sequences: int, *, on_gpu: bool = False) -> Analysis:
         """Return chain and costs of a micro-batch of so many sequences; each is analysed once.
+
+        Args:
+            sequences: Of the micro-batch.
+            on_gpu: Count what kernels of a GPU take inside themselves.
 
         Raises:
             AnalysisError: the model is not a chain of layers, or its head cannot be split.
         """
-        if sequences not in self._analyses:
+        key = sequences, on_gpu
+        if key not in self._analyses:
             example = self._example(sequences)
             traced = chain_of(self.model, example)
             inputs = traced.bind(example)
@@ -148,15 +155,15 @@ class Subject:
             if self.head_pieces is not None:
                 chain = split_head(chain, self.head_pieces)
             chain = with_gradients_in(chain, self.gradient_dtype)
-            costs = layer_costs(chain, inputs)
+            costs = layer_costs(chain, inputs, on_gpu=on_gpu)
             updates = states = None
             if self.optimizer is not None:
                 updates, states = update_model(self.optimizer, chain), states_of(self.optimizer)
                 if self.measure is not None:
                     updates = self.measure(updates, self.optimizer, chain)
             given = {} if self.pictured is None else inputs
-            self._analyses[sequences] = Analysis(chain, costs, updates, states, given)
-        return self._analyses[sequences]
+            self._analyses[key] = Analysis(chain, costs, updates, states, given)
+        return self._analyses[key]
 
     def _example(self, sequences: int) -> dict[str, torch.Tensor]:
         if self.pictured is not None:
@@ -256,6 +263,7 @@ def compute_of(card: Gpu, dtype: str) -> Compute:
         lambda analysis: estimate_times(analysis.costs, card, dtype),
         MATMUL_SHARE[dtype] * peak,
         peak,
+        on_gpu=True,
     )
 
 
@@ -291,7 +299,7 @@ def this_place(
     def updates(model: UpdateModel, optimizer: Optimizer, chain: Chain) -> UpdateModel:
         return measured_updates(model, optimizer, chain, key, one_processor=not on_gpu, clips=clips)
 
-    local = Compute(_Measured(rate, device_memory_bytes), rate, rate)
+    local = Compute(_Measured(rate, device_memory_bytes), rate, rate, on_gpu)
     return Place(profile.machine, local=local, updates=updates, crowded_share=profile.crowded_share)
 
 
