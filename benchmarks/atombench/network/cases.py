@@ -48,19 +48,9 @@ class Case(NamedTuple):
         return statistics.fmean(self.each)
 
     @property
-    def spread_share(self) -> float:
-        """How far the measurements are apart, of the least; 0 of a single one."""
-        return max(self.each) / min(self.each) - 1
-
-    @property
     def error_share(self) -> float:
         """How far the prediction was off, of what was measured."""
         return self.predicted / self.measured - 1
-
-    @property
-    def close(self) -> bool:
-        """Whether the prediction is within 10% of the measurement."""
-        return abs(self.error_share) <= CLOSE
 
     @property
     def knowing_error_share(self) -> float | None:

@@ -30,8 +30,6 @@ Parts = Mapping[str, Callable[[], str]]
 """What makes each part, by name."""
 WHOLE: Parts = {"commands": code_tables.commands, "families": family_tables.page}
 """What makes each page that is not kept."""
-PRINTED: Parts = {**network_tables.PRINTED, **simulation_tables.PRINTED}
-"""Long lists that are on no page: who names one gets it on standard output."""
 
 
 def parts() -> Parts:
@@ -73,19 +71,14 @@ def filled(page: str, made: Parts) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the pages that are named, such as `scale`, or all; print a list of `PRINTED`."""
+    """Write the pages that are named, such as `scale`, or all."""
     paths = [path for path in sorted(DOCS.glob("*.md")) if path.stem not in WHOLE]
     known = [*WHOLE, *(path.stem for path in paths)]
     try:
         for name in arguments or known:
-            if name in PRINTED:
-                sys.stdout.write(PRINTED[name]())
-                continue
             stem = name.removesuffix(".md")
             if stem not in known:
-                raise ConfigError(
-                    f"there is no page {name!r} in docs.{nearest(stem, [*known, *PRINTED])}"
-                )
+                raise ConfigError(f"there is no page {name!r} in docs.{nearest(stem, known)}")
             path = DOCS / f"{stem}.md"
             before = path.read_text(encoding="utf-8") if path.exists() else ""
             text = WHOLE[stem]() if stem in WHOLE else filled(before, parts())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,28 +139,16 @@ def losses(found: Result) -> str:
     )
 
 
-@functools.cache
-def _all_cases() -> tuple[tuple[int, Case], ...]:
-    """Return all predictions that were measured, each with its number of peers."""
-    return tuple((found["peers"], case) for found in networks().values() for case in cases(found))
-
-
-def predictions(found: Iterable[tuple[int, Case]]) -> str:
-    """Return how many predictions were right, in all and by kind, and what changes meanwhile."""
-    kinds: dict[str, list[Case]] = {}
-    for _, case in found:
+def predictions(found: Iterable[Case]) -> str:
+    """Return how many predictions were right, in all and by kind, with the times of the run itself
+    where a result has them."""
+    kinds: dict[str, list[Case]] = {"all": list(found)}
+    for case in kinds["all"]:
         kinds.setdefault(case.kind, []).append(case)
-    every = [case for alike in kinds.values() for case in alike]
-    own = [case for case in every if case.knowing is not None]
-    right = (
-        f"**{_right(every)} of {len(every)} are within 10% of what was measured**, with the times "
-        f"of the run itself where a result has them ({len(own)}). With those of just before alone, "
-        f"{sum(case.close for case in every)} are.\n"
+    return table(
+        ("what", "within 10%", "of", "furthest off"),
+        ((name, _right(alike), len(alike), _worst(alike)) for name, alike in kinds.items()),
     )
-    rows = [(name, _right(alike), len(alike), _worst(alike)) for name, alike in kinds.items()]
-    parts = [right, _apart(every), _known(own)]
-    parts.append(table(("what", "within 10%", "of", "furthest off"), rows))
-    return "\n".join(part for part in parts if part)
 
 
 def _right(alike: Iterable[Case]) -> int:
@@ -172,75 +159,10 @@ def _worst(alike: Iterable[Case]) -> str:
     return f"{max((case.counted_error_share for case in alike), key=abs):+.0%}"
 
 
-def _apart(every: Iterable[Case]) -> str:
-    """Say how far measurements of one and the same thing are apart, if there are any."""
-    shares = [case.spread_share for case in every if len(case.each) > 1]
-    if not shares:
-        return ""
-    return (
-        "The best pipeline of a row is measured two or three times, minutes apart, and the mean "
-        "counts. Measurements differ by "
-        f"{_median_and_most(shares)}.\n"
-    )
-
-
-def _known(own: Sequence[Case]) -> str:
-    """Say how far predictions and the model alone are off, where the run's times are known."""
-    if not own:
-        return ""
-    drifts = [abs(case.drift_share) for case in own if case.drift_share is not None]
-    return (
-        f"Of the {len(own)} with times of the run, {_right(own)} are within 10% with these and "
-        f"{sum(case.close for case in own)} as predicted before. Between the two, times changed by "
-        f"{_median_and_most(drifts or [0.0])}.\n"
-    )
-
-
-def _median_and_most(shares: Sequence[float]) -> str:
-    return f"{statistics.median(shares):.0%} (median), {max(shares):.0%} at most"
-
-
-def misses(found: Iterable[tuple[int, Case]]) -> str:
-    """Return the predictions that are further off; the error that counts is in bold."""
-    head = (
-        "peers", "link", "what", "predicted before", "measured", "off by", "times in the run",
-        "off by with these",
-    )  # fmt: skip
-    return table(
-        head,
-        (
-            (
-                peers,
-                case.link,
-                case.what,
-                f"{case.predicted:.4g}",
-                _told(case),
-                _share(case.error_share, counts=case.knowing is None),
-                _share(case.drift_share),
-                _share(case.knowing_error_share, counts=case.knowing is not None),
-            )
-            for peers, case in found
-            if not case.right
-        ),
-    )
-
-
-def _share(share: float | None, *, counts: bool = False) -> str:
-    if share is None:
-        return "-"
-    return f"**{share:+.0%}**" if counts else f"{share:+.0%}"
-
-
-def _told(case: Case) -> str:
-    if len(case.each) == 1:
-        return f"{case.measured:.4g}"
-    return f"{case.measured:.4g} ({', '.join(f'{each:.4g}' for each in case.each)})"
-
-
 PARTS: dict[str, Callable[[], str]] = {
     "time-to-loss": lambda: losses(result("time-to-loss")),
-    "predictions": lambda: predictions(_all_cases()),
+    "predictions": lambda: predictions(
+        case for found in networks().values() for case in cases(found)
+    ),
 }
 """By the names that marks have; `network_rows` has those of the files."""
-PRINTED: dict[str, Callable[[], str]] = {"misses": lambda: misses(_all_cases())}
-"""Lists that are too long for a page, by name."""

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 from torch import nn
 
 from atombench.pages import table
-from atomtrain.analysis.costs.profile import LayerTime
 from atomtrain.errors import PlanError
 from atomtrain.models.gpt_config import GPT3
 from atomtrain.optimizers import AdamW, decay_groups
 from atomtrain.planning.advice import Setting
 from atomtrain.planning.catalogue import HOSTS, Gpu, gpu, machine_for
-from atomtrain.planning.plan.layout import Layout
-from atomtrain.planning.plan.machine import Machine
-from atomtrain.planning.plan.plan import Request
-from atomtrain.planning.plan.shape import training_visits
-from atomtrain.planning.search.batch_search import Analysis, Prospect, Workload
-from atomtrain.planning.search.search import least_budget_bytes, make_plan
+from atomtrain.planning.search.batch_search import Workload
 from atomtrain.training.config.optimizing import named_optimizer, precision_of
 from atomtrain.units import format_bytes, format_count
 from atomtrain.views.plans.report import Report, make_report
-from atomtrain.views.plans.subject import Subject, compute_of, subject
+from atomtrain.views.plans.subject import Subject, subject
 from atomtrain.views.plans.table import (
-    block_names,
     format_duration,
     format_tokens_per_s,
-    host_names,
 )
 
 CARDS = ("gtx-1080-ti", "rtx-3090", "rtx-4090", "h100")
@@ -50,15 +37,6 @@ PUBLISHED: Mapping[str, Mapping[str, Mapping[str, int]]] = {
 2604.27085 and 2512.15306)."""
 _SPARE_HOST = 1.1
 """Host memory beyond the state: for the system and the values kept for backward."""
-_LLAMA = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-}  # fmt: skip
-"""The published sizes of Llama 3 8B (Grattafiori et al. 2024, table 3): 128k vocabulary, not
-tied."""
-HEAD_PIECES = 8
-Times = Mapping[str, LayerTime]
 
 
 def host_table() -> str:
@@ -149,117 +127,6 @@ def plan_row(name: str, report: Report | PlanError) -> list[str]:
     ]
 
 
-def treatment_table() -> str:
-    """Return what each treatment of embedding and head gives for a Llama of 8 billion."""
-    model, card = _llama(), gpu("rtx-4090")
-    rows = []
-    for text, least_bytes, found in treatments(model, card, _host_bytes(model, card), 8):
-        if isinstance(found, PlanError):
-            rows.append([text, format_bytes(least_bytes), _reason(found), *["-"] * 6])
-            continue
-        plan = found.plan
-        rows.append(
-            [
-                text,
-                format_bytes(least_bytes),
-                format_bytes(plan.device_peak_bytes),
-                f"{plan.slots} x {format_bytes(plan.slot_bytes)}",
-                ", ".join(host_names(found)) or "-",
-                ", ".join(block_names(found, found.plan.resident_blocks)) or "-",
-                format_bytes(loaded_bytes(found)),
-                format_duration(plan.step_s),
-                format_tokens_per_s(found.tokens_per_s),
-            ]
-        )
-    head = (
-        "treatment", "least device memory", "device peak", "slots", "on the host", "resident",
-        "to device a step", "step", "tokens/s",
-    )  # fmt: skip
-    return table(head, rows)
-
-
-class Treatment(NamedTuple):
-    """One way to treat the weights of the vocabulary, and what it gives."""
-
-    text: str
-    least_bytes: int
-    """Device memory with which some plan works, however slow."""
-    found: Prospect | PlanError
-    """Micro-batches of one sequence."""
-
-
-class _Fixed(NamedTuple):
-    """Fields of a request."""
-
-    resident: tuple[int, ...] | None
-    device_blocks: tuple[int, ...] | None
-    host_layers: int | None
-
-
-def treatments(
-    model: Subject, card: Gpu, host_memory_bytes: int, micro_batches: int
-) -> Iterator[Treatment]:
-    """Yield the plans of a model with every treatment pinned off, then on.
-
-    Args:
-        model: With its head whole.
-        card: Where it trains.
-        host_memory_bytes: Of its host.
-        micro_batches: Of one sequence each, in a step.
-    """
-    split = dataclasses.replace(model, head_pieces=HEAD_PIECES, _analyses={})
-    for text, treated, fixed in (
-        ("none", model, _Fixed((), (), 0)),
-        ("embedding on the host", model, _Fixed((), (), 1)),
-        ("resident where it pays", model, _Fixed(None, (), 0)),
-        ("optimizer on the device where it pays", model, _Fixed(None, None, 0)),
-        (f"head in {HEAD_PIECES} pieces", split, _Fixed((), (), 0)),
-        ("all, where they pay", split, _Fixed(None, None, None)),
-    ):
-        request = Request(micro_batches=micro_batches, **fixed._asdict())
-        machine = machine_for(card, host_memory_bytes)
-        analysis = treated.analyse(1, on_gpu=True)
-        times = compute_of(card, "fp32").estimate(analysis)
-        found = _planned(treated, analysis, times, machine, request)
-        least_bytes = least_budget_bytes(analysis.chain, analysis.costs, times, machine, request)
-        yield Treatment(text, least_bytes, found)
-
-
-def loaded_bytes(found: Prospect) -> int:
-    """Return the parameters that cross the link to the device in a step, in bytes."""
-    layout, shape = Layout(found.analysis.chain), found.plan.shape
-    resident = shape.resident_blocks
-    coming = set(resident) - set(shape.device_blocks)
-    loads = [visit.layers for visit in training_visits(shape) if visit.load]
-    return sum(layout.segment_bytes(*layers, resident) for layers in loads) + sum(
-        layout.block_bytes(block) for block in coming
-    )
-
-
-def _planned(
-    model: Subject, analysis: Analysis, times: Times, machine: Machine, request: Request
-) -> Prospect | PlanError:
-    try:
-        plan = make_plan(analysis.chain, analysis.costs, times, machine, request)
-    except PlanError as error:
-        return error
-    return Prospect(
-        plan=plan,
-        machine=machine,
-        analysis=analysis,
-        times=times,
-        micro_batch=1,
-        context_tokens=model.context_tokens,
-    )
-
-
-def _llama() -> Subject:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "llama-8b.json")
-        file.write_text(json.dumps(_LLAMA))
-        return subject(str(file), 4096)
-
-
 def _host_bytes(model: Subject, card: Gpu) -> int:
     """Return a power of two that holds the model, and at least what a usual host holds."""
     needed = int(_SPARE_HOST * _STATE_BYTES * model.parameters)
@@ -295,6 +162,5 @@ PARTS: dict[str, Callable[[], str]] = {
     "plans-beside": beside_table,
     "plans-host": host_table,
     **{f"plans-{name}": partial(card_table, name) for name in CARDS},
-    "plans-treatments": treatment_table,
 }
 """By the names that marks have. They take minutes."""

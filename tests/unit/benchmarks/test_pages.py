@@ -57,19 +57,6 @@ def test_a_page_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -
     assert "Did you mean 'scale'?" in capsys.readouterr().err
 
 
-def test_a_list_that_is_on_no_page_is_printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    averages = "simulation-averages"
-    assert set(pages.PRINTED) == {"misses", averages, "simulation-encoding", "simulation-fleet"}
-    assert not set(pages.PRINTED) & set(MADE)
-    assert pages.main([averages]) == 0
-    assert capsys.readouterr().out.startswith("| model | tokens/s | 10 Gbit/s")
-    monkeypatch.setattr(pages, "PRINTED", {"misses": lambda: "| a |\n"})
-    assert pages.main(["misses"]) == 0
-    assert capsys.readouterr().out == "| a |\n"
-
-
 def test_the_page_of_hardware_names_the_disk_that_is_assumed() -> None:
     assert f"`{ASSUMED_DISK}` is assumed" in TEXTS["hardware"]
 
@@ -91,23 +78,3 @@ def test_rows_are_complete_for_models_that_fit_and_for_those_that_do_not() -> No
     refused = plan_tables.plan_row("large", PlanError("no plan fits 1 MiB; raise the budget"))
     assert len(row) == len(refused) == 9
     assert refused[-1] == "does not fit: no plan fits 1 MiB"
-
-
-@pytest.mark.slow
-def test_treatments_are_planned_with_one_sequence_a_micro_batch() -> None:
-    found = list(plan_tables.treatments(subject("tiny", 16), gpu("rtx-3090"), 1 << 30, 2))
-    assert [item.text for item in found] == [
-        "none", "embedding on the host", "resident where it pays",
-        "optimizer on the device where it pays", "head in 8 pieces", "all, where they pay",
-    ]  # fmt: skip
-    for item in found:
-        assert not isinstance(item.found, PlanError)
-        assert item.least_bytes <= item.found.plan.device_peak_bytes
-        assert item.found.tokens_per_step == 2 * 16
-        if item.text == "embedding on the host":
-            assert item.found.plan.host_layers == 1
-            assert plan_tables.loaded_bytes(item.found) < plan_tables.loaded_bytes(found[0].found)
-        elif item.found.plan.host_layers == 0 and not item.found.plan.device_blocks:
-            assert plan_tables.loaded_bytes(item.found) >= item.found.analysis.parameter_bytes
-        if item.text in ("none", "embedding on the host", "head in 8 pieces"):
-            assert item.found.plan.resident_blocks == ()
