@@ -54,7 +54,10 @@ COMMANDS = {
     ]
     for page in PAGES
 }
-SHORT = replace(SMALLEST, model=replace(SMALLEST.model, layers=2), micro_batches=(8,), trials=2)
+SHORT = replace(
+    SMALLEST, model=replace(SMALLEST.model, layers=2), micro_batches=(8,), trials=1, trial_s=0.05,
+    turns=1, settle_s=0.2, window_s=0.2, alone_s=0.2,
+)  # fmt: skip
 ADDRESSES = {word for word, changed in WORDS["*"].items() if changed == "ADDRESS"}
 
 
