@@ -11,7 +11,9 @@ import transformers as hf
 from torch import Tensor
 
 from atomtrain.analysis import chain_of
+from atomtrain.analysis.layers import trace
 from atomtrain.analysis.layers.checking import check_chain
+from atomtrain.analysis.layers.exported_chain import ExportedLayers, exported_layers
 from atomtrain.errors import AnalysisError, ConfigError
 from atomtrain.models.image_text import tower_of
 from tests.golden.models.test_any_model import check
@@ -97,6 +99,30 @@ def test_language_layers_of_such_models_are_layers() -> None:
     assert names[0] == "front"
     assert names[-4:] == [*layers, "lm_head"]
     assert model.model.rope_deltas is None, "analysis leaves nothing behind"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_ways_of_tracing_that_may_change_last_bits_come_after_its_own_code(
+    own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def layers(*given: Any, **named: Any) -> ExportedLayers:
+        asked.append(named.get("as_eager", False))
+        return exported_layers(*given, **named)
+
+    def refused(*_: Any) -> Any:
+        raise AnalysisError("it has none")
+
+    monkeypatch.setattr(trace, "exported_layers", layers)
+    model, draw = vision_models.qwen2_5_vl()
+    if own:
+        assert chain_of(model, draw()).chain.layers[0].name == "front"
+    else:
+        monkeypatch.setattr(trace, "Front", refused)
+        with pytest.raises(AnalysisError, match=r"depends on data.*; it has none"):
+            chain_of(model, draw())
+    assert asked[:2] == [True, False], "the whole; what is behind its own code, or the whole again"
 
 
 def test_running_leaves_nothing_behind_that_misleads_generating() -> None:
