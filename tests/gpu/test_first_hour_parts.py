@@ -29,7 +29,8 @@ def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PartOrder
     for module in ("atomtrain.engine.api", "atomtrain.views.plans.subject"):
         # torch's fake tensors are on a GPU only where it has CUDA.
         monkeypatch.setattr(
-            f"{module}.layer_costs", lambda chain, inputs, *_: layer_costs(chain, inputs, "cpu")
+            f"{module}.layer_costs",
+            lambda chain, inputs, *_, **named: layer_costs(chain, inputs, "cpu", **named),
         )
     small = SIZES["small"]
     size = dataclasses.replace(
