@@ -72,7 +72,7 @@ def compared(case: Case) -> Compared | None:
 
 
 def catalogue(models: Sequence[str]) -> Iterator[Case]:
-    """Yield the problems whose plans `atom plan` would choose."""
+    """Yield the GPT-3 family on some GPUs: weights in float32, each precision's rate of compute."""
     for name in models:
         model = subject(name)
         for card_name in _CARDS:

@@ -62,11 +62,6 @@ class CoordinateSearch:
         self._worths: dict[Shape, _Worth] = {}
         self._work = np.cumsum([0.0, *space.costing.layer_backward_s])
 
-    @property
-    def tried(self) -> int:
-        """How many plans were played out."""
-        return len(self._worths)
-
     def best(self) -> Choice | None:
         """Return the fastest plan that was found, or `None` if none that was tried fits."""
         starts = sorted(self._starts(), key=self._worth)
@@ -81,10 +76,10 @@ class CoordinateSearch:
     def _starts(self) -> Iterator[Point]:
         """Yield one for each way to divide memory: the best even partition without residents, and
         with each set of residents."""
+        first = self._space.residencies[0]
         for slots, buffers, boundary in itertools.product((1, 2), (1, 2), _BOUNDARIES):
             even = (
-                Point(cuts, None, kept, offloaded, slots, buffers, boundary, residency)
-                for residency in self._space.residencies[:1]
+                Point(cuts, None, kept, offloaded, slots, buffers, boundary, first)
                 for cuts in (self._even(count, self._layers) for count in self._counts())
                 for kept, offloaded in _WAYS
             )
